@@ -1,0 +1,86 @@
+"""Shardwright: sharded training for PyTorch that says what a run costs, runs it and accounts for it.
+
+Public names are loaded on first use, so that commands which need no torch start fast.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardwright.core.errors import (
+    CheckpointError,
+    LaunchError,
+    LayoutError,
+    LifecycleError,
+    PlanInfeasible,
+    RankMismatchError,
+    ShardwrightError,
+    SpecError,
+)
+
+if TYPE_CHECKING:
+    from shardwright.app.launch import launch
+    from shardwright.runtime.api import (
+        accumulate,
+        clip_grad_norm_,
+        describe,
+        ledger,
+        shard,
+        unsharded,
+    )
+    from shardwright.runtime.ledger import Ledger
+    from shardwright.runtime.mesh import Mesh, init_mesh
+    from shardwright.runtime.precision import Precision
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "LaunchError",
+    "LayoutError",
+    "Ledger",
+    "LifecycleError",
+    "Mesh",
+    "PlanInfeasible",
+    "Precision",
+    "RankMismatchError",
+    "ShardwrightError",
+    "SpecError",
+    "__version__",
+    "accumulate",
+    "clip_grad_norm_",
+    "describe",
+    "init_mesh",
+    "launch",
+    "ledger",
+    "shard",
+    "unsharded",
+]
+
+_HOMES = {
+    "Ledger": "shardwright.runtime.ledger",
+    "Mesh": "shardwright.runtime.mesh",
+    "Precision": "shardwright.runtime.precision",
+    "accumulate": "shardwright.runtime.api",
+    "clip_grad_norm_": "shardwright.runtime.api",
+    "describe": "shardwright.runtime.api",
+    "init_mesh": "shardwright.runtime.mesh",
+    "launch": "shardwright.app.launch",
+    "ledger": "shardwright.runtime.api",
+    "shard": "shardwright.runtime.api",
+    "unsharded": "shardwright.runtime.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        from importlib import import_module
+
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'shardwright' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""The engine: torch begins here. Public names are re-exported by `shardwright` itself."""

@@ -1,0 +1,163 @@
+"""The public functions of the engine. `shardwright` re-exports them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from shardwright.core.errors import LifecycleError, SpecError
+from shardwright.core.strategy import resolve_strategy
+from shardwright.runtime.build import ENGINE_ATTRIBUTE, EngineSettings, build_engine
+from shardwright.runtime.clip import clip_gradients
+from shardwright.runtime.description import Description, describe_engine
+from shardwright.runtime.engine import Engine
+from shardwright.runtime.ledger import Ledger
+from shardwright.runtime.mesh import Mesh, init_mesh
+from shardwright.runtime.precision import Precision
+from shardwright.runtime.units import UnitsArgument
+from shardwright.runtime.unsharded import unsharded_units
+
+__all__ = ["accumulate", "clip_grad_norm_", "describe", "ledger", "shard", "unsharded"]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def shard(
+    model: ModuleT,
+    strategy: str = "zero3",
+    *,
+    mesh: Mesh | None = None,
+    units: UnitsArgument = "auto",
+    precision: Precision | None = None,
+    **settings: Any,
+) -> ModuleT:
+    """Shard a model in place: the same object, class and names, with its state divided.
+
+    Collective: every data rank calls it with the same model and settings. First values are taken
+    from the first data rank. Afterwards ``model.parameters()`` are this rank's rows, fit for any
+    elementwise optimizer; inside forward and backward, modules see full parameters.
+
+    Args:
+        model: A materialised module on the mesh's device.
+        strategy: ``ddp``, ``zero1``, ``zero2``, ``zero3``, ``hybrid``, ``hybrid_zero2``,
+            ``hybrid_full_optimizer`` or an alias such as ``full_shard``.
+        mesh: From `init_mesh`; by default all ranks shard, or for the hybrids the ranks of a node.
+        units: ``"auto"``: repeated blocks, and lone modules that are large beside them; or a
+            module class, several, or a predicate; None for one unit.
+        precision: Dtypes; by default each parameter's own, with float32 masters or wider.
+        **settings: Fields of `EngineSettings`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        SpecError: A setting, the mesh or the model can't be used; the message says what to do.
+        RankMismatchError: Ranks differ, or another rank failed. The model is unchanged.
+    """
+    row = resolve_strategy(strategy)
+    chosen = EngineSettings.from_options(settings)
+    if mesh is None:
+        mesh = init_mesh(shard="auto") if row.name.startswith("hybrid") else init_mesh()
+    if not isinstance(mesh, Mesh):
+        raise SpecError(f"mesh must come from sw.init_mesh(), found {type(mesh).__name__}")
+    build_engine(
+        model,
+        strategy=row,
+        mesh=mesh,
+        units=units,
+        precision=precision or Precision(),
+        settings=chosen,
+    )
+    return model
+
+
+@contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """Run micro-batches that are not the last of their step.
+
+    Their gradients are summed, whole or sharded as the strategy says, and reduced over replicas
+    with the last micro-batch, which runs outside this context. As in plain torch, the caller
+    divides each loss by the number of micro-batches.
+
+    Args:
+        model: A sharded model.
+    """
+    policy = _engine_of(model).policy
+    before = policy.is_last_micro_batch
+    policy.is_last_micro_batch = False
+    try:
+        yield
+    finally:
+        policy.is_last_micro_batch = before
+
+
+def unsharded(module: nn.Module, *, writeback: bool = False) -> AbstractContextManager[None]:
+    """Have full parameters on every rank inside a ``with`` block.
+
+    Collective over the data ranks, which all hold the whole module's parameters meanwhile, in the
+    masters' dtype. `state_dict`, `load_state_dict` and methods such as ``generate`` work inside;
+    training does not.
+
+    Args:
+        module: A sharded model or any of its sub-modules.
+        writeback: Take over changes of the parameters at the end; every rank must make the same.
+    """
+    return unsharded_units(_engine_of(module), module, writeback=writeback)
+
+
+def clip_grad_norm_(
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients so that their norm over the whole model is at most `max_norm`.
+
+    Collective over the data ranks. ``torch.nn.utils.clip_grad_norm_`` would see this rank's rows
+    only and give each rank another norm: use this instead.
+
+    Args:
+        model: A sharded model, after its last backward of the step.
+        max_norm: Largest norm allowed.
+        norm_type: Order of the norm; ``math.inf`` for the largest element.
+        error_if_nonfinite: Raise on all ranks if the norm is NaN or infinite.
+
+    Returns:
+        Scalar tensor on the mesh's device: the global norm before clipping, bitwise equal on all
+        ranks.
+    """
+    engine = _engine_of(model)
+    engine.reducer.check_complete()
+    order = math.inf if str(norm_type).lower() == "inf" else float(norm_type)
+    return clip_gradients(engine, max_norm, order, error_if_nonfinite=error_if_nonfinite)
+
+
+def describe(model: nn.Module) -> Description:
+    """Say how a model is sharded: units, who owns what, bytes per rank, transport, settings.
+
+    Returns:
+        A description; print it, or read its fields.
+    """
+    return describe_engine(_engine_of(model))
+
+
+def ledger(model: nn.Module) -> Ledger:
+    """The running account of what this rank holds and sends for a sharded model."""
+    return _engine_of(model).ledger
+
+
+def _engine_of(module: nn.Module) -> Engine:
+    engine = getattr(module, "__dict__", {}).get(ENGINE_ATTRIBUTE)
+    if engine is None:
+        raise LifecycleError(
+            f"expected a module sharded by sw.shard(), found a plain {type(module).__name__}; "
+            "call model = sw.shard(model, ...) first"
+        )
+    found: Engine = engine
+    return found

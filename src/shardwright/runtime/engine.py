@@ -1,0 +1,376 @@
+"""The engine: feeds hooks' events to the policy and carries its actions out.
+
+One `Engine` serves one sharded model on one rank. A step runs through it like this:
+
+    run_forward ─ policy.forward_enter ─ UNSHARD, FORWARD ─ inner forward ─ policy.forward_exit
+    backward_begins ─ policy.backward_enter ─ UNSHARD, BACKWARD
+    gradients_ready ─ collect ─ policy.backward_exit ─ REDUCE, REPLICATE, RESHARD
+    _backward_ends ─ policy.backward_end ─ settle, scale, assign `.grad`
+    before_step / after_step ─ policy.step
+
+Gradients are in `gradients.py`, tensors and operations in `unit.py`, streams in `lanes.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.core.errors import LifecycleError
+from shardwright.core.policy import REPLICATE, Action, Op, Policy
+from shardwright.core.strategy import Strategy
+from shardwright.runtime.autograd import BackwardHook, Call, make_aliases, watch_outputs
+from shardwright.runtime.buffers import Buffers
+from shardwright.runtime.gradients import GradientReducer
+from shardwright.runtime.lanes import Lanes
+from shardwright.runtime.ledger import Ledger
+from shardwright.runtime.mesh import Mesh
+from shardwright.runtime.precision import Precision, cast_floating, map_tensors
+from shardwright.runtime.transport.base import Transport
+from shardwright.runtime.unit import ShardedUnit
+
+__all__ = ["Engine", "UnitForward"]
+
+
+class UnitForward:
+    """Stands in for `forward` on a unit's module, so that `module.forward(x)` works too."""
+
+    def __init__(self, engine: Engine, unit: ShardedUnit, inner: Callable[..., Any]) -> None:
+        self.engine = engine
+        self.unit = unit
+        self.inner = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module with its parameters gathered."""
+        return self.engine.run_forward(self.unit, self.inner, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise LifecycleError(
+            "a sharded model cannot be deep-copied: its parameters are views of shared buffers. "
+            "Copy it before sw.shard(), or copy full values inside sw.unsharded(model)."
+        )
+
+
+class Engine:
+    """Runs the units of one model.
+
+    Args:
+        model: The module that was sharded.
+        units: Its units, bound to buffers; index 0 is the root.
+        policy: Decides.
+        lanes: Streams.
+        reducer: Takes gradients from autograd to the shards.
+        ledger: Counts.
+        buffers: Owns the memory.
+        slots: The parameter slots, flat uint8; grows when units are found to overlap.
+        transport: Prepares operations for units that move.
+        precision: Casts of inputs and outputs.
+        mesh: The mesh the model is sharded over.
+        strategy: How.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        units: Sequence[ShardedUnit],
+        policy: Policy,
+        lanes: Lanes,
+        reducer: GradientReducer,
+        ledger: Ledger,
+        buffers: Buffers,
+        slots: list[torch.Tensor],
+        transport: Transport,
+        precision: Precision,
+        mesh: Mesh,
+        strategy: Strategy,
+    ) -> None:
+        self.model = model
+        self.units = list(units)
+        self.policy = policy
+        self.lanes = lanes
+        self.reducer = reducer
+        self.ledger = ledger
+        self.buffers = buffers
+        self.slots = slots
+        self.transport = transport
+        self.precision = precision
+        self.mesh = mesh
+        self.strategy = strategy
+        self.watch: object = None  # keeps the optimizer watch alive as long as the engine
+        self.generation = 0
+        self.unit_of_parameter = {id(p): u for u in self.units for p in u.parameters}
+        self.shard_pointers = {
+            id(p): s.data_ptr() for u in self.units for p, s in zip(u.parameters, u.shards) if s.numel()
+        }
+        self._by_name = {u.name: u for u in self.units}
+        self._anchor = torch.empty(0, device=buffers.device, requires_grad=True)
+        self._open_calls: dict[int, list[Call]] = {u.index: [] for u in self.units}
+        self._backward_tasks: list[int] = []
+        self._gathering_in_slot: dict[int, ShardedUnit] = {}
+        self._carry_out: dict[Op, Callable[[ShardedUnit, Action], None]] = {
+            Op.UNSHARD: self._unshard,
+            Op.FORWARD: self._await_parameters,
+            Op.BACKWARD: self._await_parameters,
+            Op.RESHARD: self._reshard,
+            Op.REDUCE: lambda unit, _: self.reducer.start_reduce(unit),
+            Op.REPLICATE: lambda unit, _: self.reducer.request_replicate(unit),
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise LifecycleError(
+            "a sharded model cannot be deep-copied: its parameters are views of shared buffers. "
+            "Copy it before sw.shard(), or copy full values inside sw.unsharded(model)."
+        )
+
+    # Forward
+
+    def run_forward(
+        self,
+        unit: ShardedUnit,
+        inner: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a unit's forward with its parameters gathered and visible.
+
+        Lane: compute. Waits: for the unit's gather. Signals: the release of its slot.
+        """
+        if unit.is_shadowed or unit.is_unsharded_by_user:
+            return inner(*args, **kwargs)  # re-entered, or recomputed inside its own backward
+        if self._backward_tasks and torch._C._current_graph_task_id() == -1:
+            self.abort()  # the last backward raised before its end
+        self._make_room(unit)
+        is_root = unit.index == 0
+        if is_root:
+            self.ledger.pass_begins(expects_backward=torch.is_grad_enabled())
+            if self.precision.param is not None:
+                args, kwargs = cast_floating((args, kwargs), self.precision.param)
+        try:
+            self._execute(self.policy.forward_enter(unit.index))
+            call = Call(self, unit, self.generation)
+            aliases = make_aliases(self._anchor, call, unit.trainable_now())
+            unit.shadow(aliases)
+            try:
+                outputs = inner(*args, **kwargs)
+            finally:
+                unit.unshadow()
+        except BaseException:
+            if self._backward_tasks:  # recomputation, which ends early by raising
+                self._execute(self.policy.forward_exit(unit.index, expects_backward=False))
+            else:
+                self.abort()
+            raise
+        if is_root and self.precision.output is not None:
+            outputs = cast_floating(outputs, self.precision.output)
+        outputs = _clone_escaping(outputs, unit)
+        expects_backward = torch.is_grad_enabled() and watch_outputs(
+            outputs, (args, kwargs), BackwardHook(call, aliases)
+        )
+        if expects_backward:
+            call.expect_backward()
+        self._execute(self.policy.forward_exit(unit.index, expects_backward=expects_backward))
+        return outputs
+
+    def _make_room(self, unit: ShardedUnit) -> None:
+        """Give a unit a slot of its own where another that is open now holds the shared one."""
+        if self.policy.blocking_unit(unit.index) is None or self._open_calls[unit.index]:
+            return
+        self._finish_gather(unit)
+        memory = self.buffers.allocate(
+            "parameter_slots", unit.layout.gathered_bytes, torch.uint8
+        )
+        self.slots.append(memory)
+        self.lanes.add_slot()
+        unit.bind_slot(len(self.slots) - 1, memory, self.transport)
+        self.policy.move(unit.index, unit.slot)
+
+    # Backward
+
+    def backward_begins(self, call: Call, aliases: list[torch.Tensor]) -> None:
+        """Gather the unit of a call whose outputs are about to receive gradients.
+
+        Lane: compute. Waits: for the unit's gather.
+        """
+        unit = call.unit
+        opened = self._open_calls[unit.index]
+        if call in opened:
+            return
+        if call.generation != self.generation:
+            raise LifecycleError(
+                f"backward reached unit {unit.name!r} after an optimizer step changed its weights "
+                "since the forward. Call backward before optimizer.step(), or run the forward again."
+            )
+        self._note_backward()
+        is_first = not opened
+        opened.append(call)
+        if is_first:
+            self.reducer.acquire(unit)
+            self._execute(self.policy.backward_enter(unit.index))
+        unit.shadow(aliases)
+
+    def gradients_ready(
+        self, call: Call, positions: tuple[int, ...], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Take all gradients of one call of a unit.
+
+        Lane: compute. Signals: the unit's gradient, and the release of its slot.
+        """
+        unit = call.unit
+        opened = self._open_calls[unit.index]
+        if call not in opened:
+            if not self.policy.is_held(unit.index):
+                raise LifecycleError(
+                    f"backward reached the parameters of unit {unit.name!r} without passing "
+                    "through its outputs, so its weights were not gathered. Return every tensor "
+                    "the loss uses (auxiliary losses too) from the unit's forward."
+                )
+            self.backward_begins(call, list(unit.views))
+        if torch.is_grad_enabled():
+            raise LifecycleError(
+                "create_graph=True is not supported: gradients of sharded parameters are reduced "
+                "in place. Compute the double-backward term on sw.unsharded(model) parameters."
+            )
+        self.reducer.collect(unit, positions, gradients)
+        opened.remove(call)
+        call.settle()
+        if not opened:
+            unit.unshadow()
+            is_last_call = unit.num_outstanding_calls == 0
+            self._execute(self.policy.backward_exit(unit.index, is_last_call=is_last_call))
+
+    def _note_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in self._backward_tasks:
+            self._backward_tasks.append(task)
+            engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        """Settle what the hooks left open. Waits: for all reductions of this backward."""
+        self._backward_tasks.pop()
+        if self._backward_tasks:
+            return  # a backward inside a backward, as re-entrant checkpointing runs them
+        for opened in self._open_calls.values():
+            opened.clear()
+        for unit in self.units:
+            unit.unshadow()
+        is_last = self.policy.is_last_micro_batch
+        self._execute(self.policy.backward_end())
+        self.reducer.finish(is_last=is_last)
+        self.ledger.backward_ended(is_last=is_last)
+
+    # Optimizer
+
+    def before_step(self) -> None:
+        """Refuse a step on partial gradients, and let sends of the shards finish."""
+        self.reducer.check_complete()
+        self.lanes.step_waits_for_gathers()
+        for unit in self.units:
+            unit.gather.release()
+            unit.gather_over_replicas.release()
+
+    def after_step(self, changed: Sequence[int]) -> None:
+        """Forget gathered values of the units an optimizer, or the user, changed."""
+        self.values_changed(changed)
+        self.ledger.step_ended()
+
+    def values_changed(self, changed: Sequence[int]) -> None:
+        """Forget gathered values of units whose masters the user changed."""
+        self.generation += 1
+        self._execute(self.policy.step(changed))
+        for index in changed:
+            self.units[index].is_stale = True
+        self.lanes.compute_stepped()
+        self.ledger.values_changed()
+
+    def require_unsharded(self, module: nn.Module, what: str) -> None:
+        """Raise unless a module's own parameters are full."""
+        owned = {id(p) for p in module._parameters.values() if p is not None}
+        for unit in self.units:
+            if not unit.is_unsharded_by_user and any(id(p) in owned for p in unit.parameters):
+                raise LifecycleError(
+                    f"{what} of {type(module).__name__} needs full parameters, but those of unit "
+                    f"{unit.name!r} are sharded over the ranks. On every rank, call it inside "
+                    "`with sw.unsharded(model):` (with writeback=True to load)."
+                )
+
+    def abort(self) -> None:
+        """Close every window after an exception, so that the next forward starts afresh."""
+        self.policy.abort()
+        self._backward_tasks.clear()
+        for opened in self._open_calls.values():
+            opened.clear()
+        for unit in self.units:
+            unit.unshadow()
+        self.reducer.abort()
+
+    # Actions
+
+    def _execute(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if action.op is not Op.STEP:
+                self._carry_out[action.op](self._by_name[action.unit], action)
+
+    def _unshard(self, unit: ShardedUnit, action: Action) -> None:
+        """Start a gather. Lane: gather, or replicate. Waits: for the slot's release and the step."""
+        if not unit.parameters:
+            return
+        lanes = self.lanes
+        if action.axis == REPLICATE:
+            with lanes.replicate():
+                lanes.replicate_waits_for_step()
+                unit.refresh()
+                unit.gather_over_replicas.start()
+                lanes.replicas_gathered(unit.index)
+            unit.is_gathering_over_replicas = True
+            self.ledger.count("all_gather", REPLICATE, unit, unit.gather_over_replicas)
+            return
+        busy = self._gathering_in_slot.get(unit.slot)
+        if busy is not None:
+            self._finish_gather(busy)
+        if unit.is_gathering_over_replicas:
+            with self.ledger.waiting():
+                unit.gather_over_replicas.finish()
+            unit.is_gathering_over_replicas = False
+        with lanes.gather():
+            lanes.gather_waits_for_release(unit.slot)
+            lanes.gather_waits_for_step()
+            lanes.gather_waits_for_replicas(unit.index)
+            unit.refresh()
+            unit.gather.start()
+            lanes.gather_finished(unit.index)
+        unit.is_gathering = True
+        self._gathering_in_slot[unit.slot] = unit
+        self.ledger.count("all_gather", "shard", unit, unit.gather)
+
+    def _await_parameters(self, unit: ShardedUnit, _: Action) -> None:
+        self._finish_gather(unit)
+        self.lanes.compute_waits_for_gather(unit.index)
+
+    def _reshard(self, unit: ShardedUnit, _: Action) -> None:
+        self._finish_gather(unit)
+        if unit.slot >= 0:
+            self.lanes.compute_released_slot(unit.slot)
+
+    def _finish_gather(self, unit: ShardedUnit) -> None:
+        if unit.is_gathering:
+            with self.ledger.waiting():
+                unit.gather.finish()
+            unit.is_gathering = False
+            self._gathering_in_slot.pop(unit.slot, None)
+
+
+def _clone_escaping(outputs: Any, unit: ShardedUnit) -> Any:
+    """Copy outputs that are views of the slot: its content changes after the forward."""
+    pointer = unit.slot_storage_ptr
+    if isinstance(outputs, torch.Tensor):  # the common case, without walking a structure
+        escapes = pointer and outputs.untyped_storage().data_ptr() == pointer
+        return outputs.clone() if escapes else outputs
+    return map_tensors(
+        outputs,
+        lambda t: t.clone() if pointer and t.untyped_storage().data_ptr() == pointer else t,
+    )

@@ -1,0 +1,1 @@
+"""The one seam through which bytes leave a rank; see `base`."""

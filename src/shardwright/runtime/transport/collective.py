@@ -1,0 +1,136 @@
+"""The process group's own collectives: NCCL on CUDA, and any backend that offers them.
+
+On CUDA every call runs on the current stream, which `lanes` chose; `finish` and `release` have
+nothing to wait for on the host, since lanes order the streams by events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardwright.runtime.transport.base import Axis, NoOperation, Operation, Piece, chunk_of
+from shardwright.runtime.transport.names import all_gather_single, reduce_scatter_single
+
+__all__ = ["CollectiveTransport"]
+
+
+class CollectiveTransport:
+    """``all_gather_into_tensor``, ``reduce_scatter_tensor`` and ``all_reduce``, in place."""
+
+    name = "collective"
+    needs_staging = False
+    keeps_order = True
+
+    def all_gather(self, pieces: Sequence[Piece], axis: Axis, tag: int) -> Operation:
+        """See `Transport.all_gather`. `tag` is unused: calls match by order."""
+        if axis.group is None:
+            return NoOperation([(p.whole, p.own) for p in pieces])
+        return _Gather([p for p in pieces if p.own.numel()], axis.group, axis.size)
+
+    def reduce_scatter(
+        self, pieces: Sequence[Piece], axis: Axis, tag: int, staging: torch.Tensor | None
+    ) -> Operation:
+        """See `Transport.reduce_scatter`. Reduces into this rank's chunk of `whole`."""
+        if axis.group is None:
+            return NoOperation([(p.own, p.whole) for p in pieces])
+        return _ReduceScatter([p for p in pieces if p.own.numel()], axis)
+
+    def all_reduce(
+        self, pieces: Sequence[torch.Tensor], axis: Axis, tag: int, staging: torch.Tensor | None
+    ) -> Operation:
+        """See `Transport.all_reduce`."""
+        if axis.group is None:
+            return NoOperation()
+        return _AllReduce([p for p in pieces if p.numel()], axis.group, axis.size)
+
+
+class _Calls:
+    """Handles of the calls in flight; none on CUDA, where streams order everything."""
+
+    def __init__(self) -> None:
+        self._works: list[dist.Work] = []
+
+    def _add(self, work: dist.Work | None) -> None:
+        if work is not None:
+            self._works.append(work)
+
+    def _wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+    def advance(self) -> None:
+        """One part only."""
+
+    def release(self) -> None:
+        self._wait()
+
+
+class _Gather(_Calls):
+    def __init__(self, pieces: Sequence[Piece], group: dist.ProcessGroup, size: int) -> None:
+        super().__init__()
+        self._pieces, self._group = pieces, group
+        self.sent_bytes = sum(p.own.numel() * p.own.element_size() for p in pieces) * (size - 1)
+
+    def start(self) -> None:
+        for p in self._pieces:
+            is_async = not p.own.is_cuda
+            self._add(
+                all_gather_single(p.whole, p.own, self._group, async_op=is_async)
+            )
+
+    def finish(self, *, accumulate: bool = False) -> None:
+        assert not accumulate, "a gather replaces"
+        self._wait()
+
+
+class _ReduceScatter(_Calls):
+    def __init__(self, pieces: Sequence[Piece], axis: Axis) -> None:
+        super().__init__()
+        self._pieces, self._group = pieces, axis.group
+        self._chunks = [chunk_of(p.whole, axis.size, axis.rank) for p in pieces]
+        self.sent_bytes = sum(c.numel() * c.element_size() for c in self._chunks) * (
+            axis.size - 1
+        )
+
+    def start(self) -> None:
+        for p, chunk in zip(self._pieces, self._chunks, strict=True):
+            is_async = not chunk.is_cuda
+            self._add(
+                reduce_scatter_single(
+                    chunk, p.whole, dist.ReduceOp.SUM, self._group, async_op=is_async
+                )
+            )
+
+    def finish(self, *, accumulate: bool = False) -> None:
+        self._wait()
+        for p, chunk in zip(self._pieces, self._chunks, strict=True):
+            if p.own.data_ptr() == chunk.data_ptr():
+                continue
+            if accumulate:
+                p.own.add_(chunk)
+            else:
+                p.own.copy_(chunk)
+
+
+class _AllReduce(_Calls):
+    def __init__(
+        self, pieces: Sequence[torch.Tensor], group: dist.ProcessGroup, size: int
+    ) -> None:
+        super().__init__()
+        self._pieces, self._group = pieces, group
+        total_bytes = sum(p.numel() * p.element_size() for p in pieces)
+        self.sent_bytes = 2 * total_bytes * (size - 1) // size
+
+    def start(self) -> None:
+        for p in self._pieces:
+            self._add(
+                dist.all_reduce(p, dist.ReduceOp.SUM, self._group, async_op=not p.is_cuda)
+            )
+
+    def finish(self, *, accumulate: bool = False) -> None:
+        assert not accumulate, "an all-reduce replaces"
+        self._wait()

@@ -1,0 +1,75 @@
+"""Small collectives outside the hot path: agreement before the first step, norms, first values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.core.errors import RankMismatchError, ShardwrightError
+from shardwright.runtime.transport.base import Axis
+from shardwright.runtime.transport.names import all_gather_single
+
+__all__ = ["agree", "broadcast_", "gather_stack"]
+
+
+def agree(axis: Axis, lines: list[str], error: ShardwrightError | None, what: str) -> None:
+    """Fail on all ranks or on none, before anything irreversible happens.
+
+    Args:
+        axis: Ranks that must agree.
+        lines: What this rank found, one fact a line, to be equal on all ranks.
+        error: What is wrong on this rank, if anything.
+        what: What the lines describe, for the message.
+
+    Raises:
+        ShardwrightError: This rank's own `error`.
+        RankMismatchError: Another rank failed, or ranks differ; names rank and first difference.
+    """
+    if axis.group is None:
+        if error is not None:
+            raise error
+        return
+    found: list[Any] = [None] * axis.size
+    report = (None if error is None else f"{type(error).__name__}: {error}", lines)
+    dist.all_gather_object(found, report, axis.group)
+    if error is not None:
+        raise error
+    for rank, (message, _) in enumerate(found):
+        if message is not None:
+            raise RankMismatchError(
+                f"all ranks must be able to {what}; rank {rank} of the {axis.name} axis failed "
+                f"with {message}. Mend it there; this rank found nothing wrong."
+            )
+    for rank, (_, theirs) in enumerate(found):
+        for mine_here, theirs_there in _differences(found[0][1], theirs):
+            raise RankMismatchError(
+                f"all ranks must {what} alike; rank 0 has {mine_here}, rank {rank} has "
+                f"{theirs_there}. Build the same model with the same settings on every rank."
+            )
+
+
+def _differences(first: list[str], second: list[str]) -> list[tuple[str, str]]:
+    size = max(len(first), len(second))
+    padded = [lines + ["nothing more"] * (size - len(lines)) for lines in (first, second)]
+    return [(a, b) for a, b in zip(*padded, strict=True) if a != b][:1]
+
+
+def broadcast_(tensor: torch.Tensor, axis: Axis) -> None:
+    """Replace a tensor's values by those of the axis's first rank."""
+    if axis.group is not None:
+        dist.broadcast(tensor, group=axis.group, group_src=0)
+
+
+def gather_stack(value: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Collect a small tensor from every rank of an axis.
+
+    Returns:
+        Shape ``(axis.size, *value.shape)``, in rank order and so bitwise equal on all ranks.
+    """
+    if axis.group is None:
+        return value.unsqueeze(0)
+    out = value.new_empty((axis.size, *value.shape))
+    all_gather_single(out.view(-1), value.reshape(-1).contiguous(), axis.group)
+    return out

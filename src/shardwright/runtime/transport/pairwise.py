@@ -1,0 +1,195 @@
+"""Direct exchange by send and receive: every rank sends each peer the peer's chunk.
+
+For gloo this moves the optimal number of bytes, needs no progress from the computing thread and
+hides behind computation, where gloo's own collectives do neither. Every element is reduced on one
+rank only, in a fixed order, so that replicas stay bitwise equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardwright.runtime.transport.base import Axis, NoOperation, Operation, Piece, chunk_of
+
+__all__ = ["PairwiseTransport"]
+
+_Route = tuple[int, torch.Tensor]  # (peer's rank on the axis, flat view)
+
+
+class PairwiseTransport:
+    """Send and receive between every pair of ranks on an axis. Memory: CPU; backend: gloo."""
+
+    name = "pairwise"
+    needs_staging = True
+    keeps_order = False
+
+    def all_gather(self, pieces: Sequence[Piece], axis: Axis, tag: int) -> Operation:
+        """See `Transport.all_gather`."""
+        local = [(chunk_of(p.whole, axis.size, axis.rank), p.own) for p in pieces if p.own.numel()]
+        if axis.group is None:
+            return NoOperation(local)
+        sends, receives = [], []
+        for peer in _peers(axis):
+            for p in pieces:
+                if p.own.numel():
+                    sends.append((peer, p.own))
+                    receives.append((peer, chunk_of(p.whole, axis.size, peer)))
+        return _Gather(_Exchange(axis.group, tag, sends, receives), NoOperation(local))
+
+    def reduce_scatter(
+        self, pieces: Sequence[Piece], axis: Axis, tag: int, staging: torch.Tensor | None
+    ) -> Operation:
+        """See `Transport.reduce_scatter`. `staging`: flat, ``(size-1) * sum(own)`` elements."""
+        sums = [(p.own, chunk_of(p.whole, axis.size, axis.rank)) for p in pieces if p.own.numel()]
+        if axis.group is None:
+            return NoOperation(sums)
+        assert staging is not None, "pairwise reductions need staging"
+        sends, receives, taken = [], [], 0
+        received: list[list[torch.Tensor]] = [[] for _ in sums]
+        for peer in _peers(axis):
+            for i, p in enumerate(q for q in pieces if q.own.numel()):
+                view = staging[taken : taken + p.own.numel()]
+                taken += p.own.numel()
+                sends.append((peer, chunk_of(p.whole, axis.size, peer)))
+                receives.append((peer, view))
+                received[i].append(view)
+        exchange = _Exchange(axis.group, tag, sends, receives)
+        return _ReduceScatter(exchange, [(o, w, r) for (o, w), r in zip(sums, received)])
+
+    def all_reduce(
+        self, pieces: Sequence[torch.Tensor], axis: Axis, tag: int, staging: torch.Tensor | None
+    ) -> Operation:
+        """See `Transport.all_reduce`: a reduce-scatter in place, then a gather in place."""
+        if axis.group is None:
+            return NoOperation()
+        parts = [
+            Piece(whole=p, own=chunk_of(p, axis.size, axis.rank)) for p in pieces if p.numel()
+        ]
+        for p in parts:
+            assert p.own.numel() * axis.size == p.whole.numel(), "chunks must divide evenly"
+        scatter = self.reduce_scatter(parts, axis, tag, staging)
+        return _AllReduce(scatter, self.all_gather(parts, axis, tag + 1))
+
+
+class _Exchange:
+    """A fixed set of sends and receives."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        tag: int,
+        sends: Sequence[_Route],
+        receives: Sequence[_Route],
+    ) -> None:
+        self._group, self._tag = group, tag
+        self._sends = [(peer, [view]) for peer, view in sends]
+        self._receives = [(peer, [view]) for peer, view in receives]
+        self._sending: list[dist.Work] = []
+        self._receiving: list[dist.Work] = []
+        self.sent_bytes = sum(v.numel() * v.element_size() for _, v in sends)
+
+    def start(self) -> None:
+        group, tag = self._group, self._tag
+        self._receiving = [group.recv(view, peer, tag) for peer, view in self._receives]
+        self._sending += [group.send(view, peer, tag) for peer, view in self._sends]
+
+    def wait_received(self) -> None:
+        receiving, self._receiving = self._receiving, []
+        for work in receiving:
+            work.wait()
+
+    def wait_sent(self) -> None:
+        sending, self._sending = self._sending, []
+        for work in sending:
+            work.wait()
+
+
+class _OnePart:
+    def advance(self) -> None:
+        """One part only."""
+
+
+class _Gather(_OnePart):
+    def __init__(self, exchange: _Exchange, local: NoOperation) -> None:
+        self._exchange, self._local = exchange, local
+        self.sent_bytes = exchange.sent_bytes
+
+    def start(self) -> None:
+        self._exchange.wait_sent()
+        self._exchange.start()
+        self._local.finish()
+
+    def finish(self, *, accumulate: bool = False) -> None:
+        assert not accumulate, "a gather replaces"
+        self._exchange.wait_received()
+
+    def release(self) -> None:
+        self._exchange.wait_sent()
+
+
+class _ReduceScatter(_OnePart):
+    def __init__(
+        self,
+        exchange: _Exchange,
+        sums: Sequence[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]],
+    ) -> None:
+        """Args: sums: ``(own, this rank's chunk of whole, chunks received)`` per piece."""
+        self._exchange, self._sums = exchange, sums
+        self.sent_bytes = exchange.sent_bytes
+
+    def start(self) -> None:
+        self._exchange.start()
+
+    def finish(self, *, accumulate: bool = False) -> None:
+        self._exchange.wait_received()
+        for own, chunk, received in self._sums:
+            is_alias = own.data_ptr() == chunk.data_ptr()
+            rest = received
+            if accumulate:
+                if not is_alias:
+                    own.add_(chunk)
+            elif own.dtype == chunk.dtype:
+                torch.add(chunk, received[0], out=own)
+                rest = received[1:]
+            elif not is_alias:
+                own.copy_(chunk)
+            for part in rest:
+                own.add_(part)
+
+    def release(self) -> None:
+        self._exchange.wait_sent()
+
+
+class _AllReduce:
+    def __init__(self, scatter: Operation, gather: Operation) -> None:
+        self._scatter, self._gather = scatter, gather
+        self.sent_bytes = scatter.sent_bytes + gather.sent_bytes
+        self._is_gathering = False
+
+    def start(self) -> None:
+        self._gather.release()
+        self._scatter.start()
+        self._is_gathering = False
+
+    def advance(self) -> None:
+        if not self._is_gathering:
+            self._scatter.finish()
+            self._scatter.release()  # the gather overwrites what was sent
+            self._gather.start()
+            self._is_gathering = True
+
+    def finish(self, *, accumulate: bool = False) -> None:
+        assert not accumulate, "an all-reduce replaces"
+        self.advance()
+        self._gather.finish()
+
+    def release(self) -> None:
+        self._gather.release()
+
+
+def _peers(axis: Axis) -> list[int]:
+    """Peers in an order that spreads load: each rank begins with its successor."""
+    return [(axis.rank + i) % axis.size for i in range(1, axis.size)]
