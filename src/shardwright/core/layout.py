@@ -330,9 +330,7 @@ def _pack_group(
     return split if split_padding < single_padding else [single]
 
 
-def _by_row_width(
-    parameters: Sequence[ParameterSpec], indices: Iterable[int]
-) -> list[list[int]]:
+def _by_row_width(parameters: Sequence[ParameterSpec], indices: Iterable[int]) -> list[list[int]]:
     """Group parameters by row width; those of width 1 join the largest group."""
     groups: dict[int, list[int]] = {}
     for i in indices:

@@ -12,6 +12,11 @@ the optimizer changes them. Between forward and backward of one micro-batch such
 again without a gather; that is why the last units of a forward pass cost one gather, not two.
 After a backward, or a forward without gradients, residual content is forgotten, so that the bytes
 of a micro-batch don't depend on the one before it.
+
+[Note: order of backward] Autograd runs, of the nodes that are ready, the one created last. A node
+waits only for nodes created after it. So when backward enters a unit, everything created after
+that unit's forward has run: windows still open belong to units that enclose it, or to units whose
+parameters get no gradient (frozen, unused, or not asked for), which nothing else would close.
 """
 
 from __future__ import annotations
@@ -152,7 +157,7 @@ class Policy:
         self._slot_unit: dict[int, int] = {}
         self._sequence: list[int] = []  # units in order of their last forward pass
         self._previous: list[int] = []
-        self._ancestors = [self._find_ancestors(i) for i in range(n)]
+        self._enclosing = [self._find_ancestors(i) for i in range(n)]
 
     # Events
 
@@ -167,6 +172,9 @@ class Policy:
             self._start_pass(out)
         position = len(self._sequence)
         self._sequence.append(unit)
+        for other, windows in enumerate(self._windows):
+            if windows and other != unit:
+                self._enclosing[unit].add(other)
         self._open(unit, out)
         self._prefetch(self._following(unit, position), self.settings.forward_prefetch, out)
         out.append(self._action(Op.FORWARD, unit))
@@ -196,7 +204,7 @@ class Policy:
         if self._in_backward[unit]:
             return []
         out: list[Action] = []
-        self._close_frozen(unit, out)
+        self._close_finished(unit, out)
         self._in_backward[unit] = True
         self._open(unit, out)
         if not self.settings.backward_prefetch_after:
@@ -355,14 +363,10 @@ class Policy:
         if self._windows[unit] == 0 and self.units[unit].gathered is not Gathered.STEP:
             self._reshard(unit, out, forget=True)
 
-    def _close_frozen(self, entering: int, out: list[Action]) -> None:
-        """Close backward windows of units without trainable parameters: nothing else will."""
+    def _close_finished(self, entering: int, out: list[Action]) -> None:
+        """Close backward windows that no gradient will close; see [Note: order of backward]."""
         for unit, is_in_backward in enumerate(self._in_backward):
-            if (
-                is_in_backward
-                and not self.units[unit].trainable
-                and unit not in self._ancestors[entering]
-            ):
+            if is_in_backward and unit not in self._enclosing[entering]:
                 self._close_backward(unit, out)
 
     def _drop_unused(self, out: list[Action]) -> None:
@@ -405,13 +409,13 @@ class Policy:
             self._unshard(unit, out)
             self._in_flight[unit] = True
 
-    def _find_ancestors(self, unit: int) -> frozenset[int]:
+    def _find_ancestors(self, unit: int) -> set[int]:
         found = []
         parent = self.units[unit].parent
         while parent is not None:
             found.append(parent)
             parent = self.units[parent].parent
-        return frozenset(found)
+        return set(found)
 
     def _action(self, op: Op, unit: int, axis: str = "") -> Action:
         return Action(op, self.units[unit].name, axis, self.micro_batch)

@@ -79,9 +79,7 @@ def share_slots(
     return SlotPlan(sizes=tuple(slot_sizes), slot_of=tuple(slot_of))
 
 
-def _find_class(
-    classes: list[tuple[int, int, int, list[int]]], depth: int, size: int
-) -> int:
+def _find_class(classes: list[tuple[int, int, int, list[int]]], depth: int, size: int) -> int:
     for position, (class_depth, smallest, largest, _) in enumerate(classes):
         if class_depth == depth and max(largest, size) <= _CLASS_RATIO * min(smallest, size):
             return position

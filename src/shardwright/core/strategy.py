@@ -143,7 +143,5 @@ def resolve_strategy(name: str) -> Strategy:
     key = name.lower()
     key = ALIASES.get(key, key)
     if key not in STRATEGIES:
-        raise SpecError(
-            f"unknown strategy {name!r}; {nearest(key, [*STRATEGIES, *ALIASES])}"
-        )
+        raise SpecError(f"unknown strategy {name!r}; {nearest(key, [*STRATEGIES, *ALIASES])}")
     return STRATEGIES[key]

@@ -74,9 +74,7 @@ def expected_traffic(
             key = (collective, axis)
             totals[key] = totals.get(key, 0) + num_bytes
 
-    reductions = (
-        counts.backwards if gradients is Gradients.SHARDED else counts.synchronised
-    )
+    reductions = counts.backwards if gradients is Gradients.SHARDED else counts.synchronised
     for unit in units:
         layout = unit.layout
         peers = layout.shard_size - 1

@@ -12,13 +12,15 @@ from torch import nn
 
 from shardwright.core.errors import LifecycleError, SpecError
 from shardwright.core.strategy import resolve_strategy
-from shardwright.runtime.build import ENGINE_ATTRIBUTE, EngineSettings, build_engine
+from shardwright.runtime.build import build_engine
 from shardwright.runtime.clip import clip_gradients
 from shardwright.runtime.description import Description, describe_engine
 from shardwright.runtime.engine import Engine
+from shardwright.runtime.install import engine_of
 from shardwright.runtime.ledger import Ledger
 from shardwright.runtime.mesh import Mesh, init_mesh
 from shardwright.runtime.precision import Precision
+from shardwright.runtime.settings import EngineSettings
 from shardwright.runtime.units import UnitsArgument
 from shardwright.runtime.unsharded import unsharded_units
 
@@ -153,11 +155,10 @@ def ledger(model: nn.Module) -> Ledger:
 
 
 def _engine_of(module: nn.Module) -> Engine:
-    engine = getattr(module, "__dict__", {}).get(ENGINE_ATTRIBUTE)
+    engine = engine_of(module) if isinstance(module, nn.Module) else None
     if engine is None:
         raise LifecycleError(
             f"expected a module sharded by sw.shard(), found a plain {type(module).__name__}; "
             "call model = sw.shard(model, ...) first"
         )
-    found: Engine = engine
-    return found
+    return engine

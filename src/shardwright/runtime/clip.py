@@ -35,9 +35,7 @@ def clip_gradients(
         raise SpecError(
             f"clip_grad_norm_ needs max_norm and norm_type above 0, found {max_norm} and {norm_type}"
         )
-    gradients = [
-        p.grad for unit in engine.units for p in unit.parameters if p.grad is not None
-    ]
+    gradients = [p.grad for unit in engine.units for p in unit.parameters if p.grad is not None]
     local = _partial_norm(gradients, norm_type, engine.buffers.device)
     for axis in _owner_axes(engine):
         stacked = gather_stack(local, axis)

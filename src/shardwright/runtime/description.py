@@ -60,8 +60,8 @@ class Description:
         total = sum(u.numel for u in self.units)
         padding = sum(u.padding_numel for u in self.units)
         lines = [
-            f"{self.strategy} on {self.mesh}, {self.transport} transport, gradients "
-            f"{self.gradients} between micro-batches",
+            f"{self.strategy} on {self.mesh}, {self.transport} transport",
+            f"gradients {self.gradients} between micro-batches",
             f"{total:,} parameters in {len(self.units)} units, {padding:,} elements of padding",
             f"{'unit':28}{'parameters':>14}{'padding':>10}{'gathered MiB':>14}  kept for  slot",
         ]

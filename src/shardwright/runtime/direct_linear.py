@@ -48,7 +48,7 @@ class _Linear(torch.autograd.Function):
         return functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         sink: GradientSink = ctx.sink
         flat_grad = grad.reshape(-1, grad.shape[-1])
@@ -62,9 +62,7 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _weight_gradient(
-    grad: torch.Tensor, x: torch.Tensor, sink: GradientSink
-) -> torch.Tensor:
+def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, sink: GradientSink) -> torch.Tensor:
     view = sink.view
     if view is None or sink.is_written or view.dtype != grad.dtype:
         return grad.t() @ x

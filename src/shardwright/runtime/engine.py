@@ -104,7 +104,10 @@ class Engine:
         self.generation = 0
         self.unit_of_parameter = {id(p): u for u in self.units for p in u.parameters}
         self.shard_pointers = {
-            id(p): s.data_ptr() for u in self.units for p, s in zip(u.parameters, u.shards) if s.numel()
+            id(p): s.data_ptr()
+            for u in self.units
+            for p, s in zip(u.parameters, u.shards)
+            if s.numel()
         }
         self._by_name = {u.name: u for u in self.units}
         self._anchor = torch.empty(0, device=buffers.device, requires_grad=True)
@@ -180,9 +183,7 @@ class Engine:
         if self.policy.blocking_unit(unit.index) is None or self._open_calls[unit.index]:
             return
         self._finish_gather(unit)
-        memory = self.buffers.allocate(
-            "parameter_slots", unit.layout.gathered_bytes, torch.uint8
-        )
+        memory = self.buffers.allocate("parameter_slots", unit.layout.gathered_bytes, torch.uint8)
         self.slots.append(memory)
         self.lanes.add_slot()
         unit.bind_slot(len(self.slots) - 1, memory, self.transport)
@@ -234,7 +235,8 @@ class Engine:
                 "create_graph=True is not supported: gradients of sharded parameters are reduced "
                 "in place. Compute the double-backward term on sw.unsharded(model) parameters."
             )
-        self.reducer.collect(unit, positions, gradients)
+        assert unit.gradient is not None, f"unit {unit.name} has a node but no gradient"
+        self.reducer.collect(unit.gradient, positions, gradients)
         opened.remove(call)
         call.settle()
         if not opened:
@@ -246,7 +248,7 @@ class Engine:
         task = torch._C._current_graph_task_id()
         if task not in self._backward_tasks:
             self._backward_tasks.append(task)
-            engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
@@ -353,6 +355,9 @@ class Engine:
 
     def _reshard(self, unit: ShardedUnit, _: Action) -> None:
         self._finish_gather(unit)
+        if not self.policy.is_open(unit.index):
+            self._open_calls[unit.index].clear()
+            unit.unshadow()
         if unit.slot >= 0:
             self.lanes.compute_released_slot(unit.slot)
 

@@ -21,6 +21,7 @@ from shardwright.core.strategy import Gradients
 from shardwright.runtime.lanes import Lanes
 from shardwright.runtime.ledger import Ledger
 from shardwright.runtime.unit import ShardedUnit
+from shardwright.runtime.unit_gradients import UnitGradients
 
 __all__ = ["GradientReducer"]
 
@@ -40,15 +41,15 @@ class GradientReducer:
     ) -> None:
         self._scale = 1.0 / num_data_ranks
         self._max_in_flight = max_in_flight
-        self._waiting_for_last: dict[int, ShardedUnit] = {}
+        self._waiting_for_last: dict[UnitGradients, None] = {}
         self._lanes = lanes
         self._ledger = ledger
-        self._user_of_buffer: dict[int, ShardedUnit] = {}
-        self._user_of_staging: dict[int, ShardedUnit] = {}
-        self._user_of_replicate_staging: dict[int, ShardedUnit] = {}
-        self._reducing: deque[ShardedUnit] = deque()
-        self._replicating: deque[ShardedUnit] = deque()
-        self._touched: dict[int, ShardedUnit] = {}
+        self._user_of_buffer: dict[int, UnitGradients] = {}
+        self._user_of_staging: dict[int, UnitGradients] = {}
+        self._user_of_replicate_staging: dict[int, UnitGradients] = {}
+        self._reducing: deque[UnitGradients] = deque()
+        self._replicating: deque[UnitGradients] = deque()
+        self._touched: dict[UnitGradients, None] = {}  # of this backward, in order
 
     # During backward
 
@@ -57,49 +58,49 @@ class GradientReducer:
 
         Lane: compute. Waits: for the reduction that last read the buffer.
         """
-        if not unit.trainable:
+        gradient = unit.gradient
+        if gradient is None:
             return
-        user = self._user_of_buffer.get(unit.gradient_slot)
+        user = self._user_of_buffer.get(gradient.slot)
         if user is not None:
             self._settle_through(user)
             if user.casts_to_reduce:
                 self._finish_replicate(user)
             user.reduce.release()
-            self._lanes.compute_waits_for_reduce(user.index)
-        self._user_of_buffer[unit.gradient_slot] = unit
-        if unit.index not in self._touched:
-            self._touched[unit.index] = unit
-            self._begin(unit)
+            self._lanes.compute_waits_for_reduce(user.unit.index)
+        self._user_of_buffer[gradient.slot] = gradient
+        if gradient not in self._touched:
+            self._touched[gradient] = None
+            gradient.begin()
 
     def collect(
         self,
-        unit: ShardedUnit,
+        gradient: UnitGradients,
         positions: tuple[int, ...],
-        gradients: Sequence[torch.Tensor | None],
+        values: Sequence[torch.Tensor | None],
     ) -> None:
         """Bring one call's gradients into the buffer, with one foreach where not yet there.
 
         Args:
-            unit: The unit.
-            positions: Parameters the gradients belong to, as indices into the unit's.
-            gradients: One per position, in the compute dtype; None where unused.
+            gradient: The unit's gradient side.
+            positions: Parameters the values belong to, as indices into the unit's.
+            values: One per position, in the compute dtype; None where unused.
         """
         copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         additions: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for position, gradient in zip(positions, gradients, strict=True):
-            if gradient is None:
+        for position, value in zip(positions, values, strict=True):
+            if value is None:
                 continue
-            k = unit.trainable_index[position]
-            sink = unit.sinks[k]
-            view = unit.gradient_views[k]
-            unit.used[k] = True
+            k = gradient.index_of[position]
+            sink, view = gradient.sinks[k], gradient.views[k]
+            gradient.used[k] = True
             # A direct write is part of what autograd hands over: replace, never add it twice.
             target = additions if sink.is_filled and not sink.is_written else copies
             sink.is_written = False
             sink.is_filled = True
-            if gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
+            if value.data_ptr() != view.data_ptr() or value.dtype != view.dtype:
                 target[0].append(view)
-                target[1].append(gradient)
+                target[1].append(value)
         if copies[0]:
             torch._foreach_copy_(copies[0], copies[1])
             self._ledger.count_copies(len(copies[0]))
@@ -111,113 +112,84 @@ class GradientReducer:
 
         Lane: reduce. Waits: for the staging's last user. Signals: the reduction.
         """
-        if not unit.trainable:
+        gradient = unit.gradient
+        if gradient is None:
             return
         self.acquire(unit)  # a unit whose backward never ran still takes part
-        for sink in unit.sinks:
-            if not sink.is_filled and sink.view is not None:
-                sink.view.zero_()
-            sink.is_filled = unit.gradients is Gradients.WHOLE
-            sink.is_written = False
-        assert unit.control is not None
-        if all(unit.used):
-            unit.control.fill_(1)
-        else:
-            flags = unit.control.new_tensor(unit.used)
-            unit.control[:, : len(unit.used)] = flags
-        user = self._user_of_staging.get(unit.staging_slot)
-        if user is not None and unit.staging_slot >= 0:
+        gradient.clear_unfilled()
+        gradient.write_flags()
+        user = self._user_of_staging.get(gradient.staging_slot)
+        if user is not None and gradient.staging_slot >= 0:
             self._settle_through(user)
-        self._user_of_staging[unit.staging_slot] = unit
+        self._user_of_staging[gradient.staging_slot] = gradient
         lanes = self._lanes
         lanes.compute_wrote_gradient(unit.index)
         with lanes.reduce():
             lanes.reduce_waits_for_gradient(unit.index)
-            unit.reduce.start()
-        self._ledger.count("reduce_scatter", "shard", unit, unit.reduce)
-        self._reducing.append(unit)
+            gradient.reduce.start()
+        self._ledger.count("reduce_scatter", "shard", unit, gradient.reduce)
+        self._reducing.append(gradient)
         if lanes.is_async or unit.topology.reduce.size == 1:
-            self._settle_through(unit)
+            self._settle_through(gradient)
         while len(self._reducing) > self._max_in_flight:
             self._settle(self._reducing.popleft())
 
     def request_replicate(self, unit: ShardedUnit) -> None:
         """Reduce a unit's gradient over replicas, once its reduction over shards is done."""
-        if not unit.trainable:
+        gradient = unit.gradient
+        if gradient is None:
             return
-        unit.wants_replicate = True
-        if unit not in self._reducing:
-            self._start_replicate(unit)
-
-    def _begin(self, unit: ShardedUnit) -> None:
-        """Find what is alive from earlier backwards; see the note on top of this file."""
-        alive = [unit.keep_gradient(k) for k in range(len(unit.trainable))]
-        any_alive = any(alive)
-        finals_apart = bool(unit.casts_from_reduce)
-        restart = finals_apart and unit.is_final
-        for k, sink in enumerate(unit.sinks):
-            sink.is_written = False
-            sink.is_filled = (
-                alive[k] and not restart and unit.gradients is Gradients.WHOLE
-            )
-            if not alive[k]:
-                unit.used[k] = False
-                if any_alive:
-                    unit.shard_gradients[k].zero_()
-        if any_alive and unit.is_final and not finals_apart:
-            unit.unscale()
-        unit.adds_to_final = any_alive and finals_apart
-        unit.has_sums = any_alive
-        unit.is_final = False
+        gradient.wants_replicate = True
+        if gradient not in self._reducing:
+            self._start_replicate(gradient)
 
     # Settling
 
-    def _settle_through(self, unit: ShardedUnit) -> None:
-        """Finish reductions in the order they began, up to and including the unit's."""
-        while unit in self._reducing:
+    def _settle_through(self, gradient: UnitGradients) -> None:
+        """Finish reductions in the order they began, up to and including this one."""
+        while gradient in self._reducing:
             self._settle(self._reducing.popleft())
 
-    def _settle(self, unit: ShardedUnit) -> None:
+    def _settle(self, gradient: UnitGradients) -> None:
         lanes = self._lanes
         with lanes.reduce(), self._ledger.waiting():
-            accumulate = unit.gradients is Gradients.SHARDED and unit.has_sums
-            unit.reduce.finish(accumulate=accumulate)
-            lanes.reduce_finished(unit.index)
-        unit.has_sums = True
-        if unit.wants_replicate:
-            self._start_replicate(unit)
+            accumulate = gradient.home is Gradients.SHARDED and gradient.has_sums
+            gradient.reduce.finish(accumulate=accumulate)
+            lanes.reduce_finished(gradient.unit.index)
+        gradient.has_sums = True
+        if gradient.wants_replicate:
+            self._start_replicate(gradient)
 
-    def _start_replicate(self, unit: ShardedUnit) -> None:
-        unit.wants_replicate = False
-        user = self._user_of_replicate_staging.get(unit.replicate_staging_slot)
-        if user is not None and unit.replicate_staging_slot >= 0:
+    def _start_replicate(self, gradient: UnitGradients) -> None:
+        gradient.wants_replicate = False
+        user = self._user_of_replicate_staging.get(gradient.replicate_staging_slot)
+        if user is not None and gradient.replicate_staging_slot >= 0:
             self._finish_replicate(user)
-        self._user_of_replicate_staging[unit.replicate_staging_slot] = unit
-        for other in self._replicating:
-            if not self._lanes.is_async:
-                with self._ledger.waiting():
-                    other.replicate.advance()
-        lanes = self._lanes
+        self._user_of_replicate_staging[gradient.replicate_staging_slot] = gradient
+        lanes, unit = self._lanes, gradient.unit
+        with self._ledger.waiting():
+            for other in self._replicating:
+                other.replicate.advance()
         with lanes.replicate():
             lanes.replicate_waits_for_reduce(unit.index)
-            _copy_all(unit.casts_to_reduce)
-            unit.replicate.start()
+            _copy_all(gradient.casts_to_reduce)
+            gradient.replicate.start()
         kind = "reduce_scatter" if unit.layout.owners_per_shard > 1 else "all_reduce"
-        self._ledger.count(kind, "replicate", unit, unit.replicate)
-        self._replicating.append(unit)
+        self._ledger.count(kind, "replicate", unit, gradient.replicate)
+        self._replicating.append(gradient)
         if lanes.is_async:
-            self._finish_replicate(unit)
+            self._finish_replicate(gradient)
 
-    def _finish_replicate(self, unit: ShardedUnit) -> None:
-        if unit not in self._replicating:
+    def _finish_replicate(self, gradient: UnitGradients) -> None:
+        if gradient not in self._replicating:
             return
-        self._replicating.remove(unit)
+        self._replicating.remove(gradient)
         lanes = self._lanes
         with lanes.replicate(), self._ledger.waiting():
-            unit.replicate.finish()
-            _copy_all(unit.casts_back)
-            unit.replicate.release()
-            lanes.replicate_finished(unit.index)
+            gradient.replicate.finish()
+            _copy_all(gradient.casts_back)
+            gradient.replicate.release()
+            lanes.replicate_finished(gradient.unit.index)
 
     def finish(self, *, is_last: bool) -> None:
         """Finish every reduction of this backward and assign `.grad`.
@@ -229,18 +201,17 @@ class GradientReducer:
         """
         while self._reducing:
             self._settle(self._reducing.popleft())
-        for unit in self._replicating:
-            with self._ledger.waiting():
-                unit.replicate.advance()
+        with self._ledger.waiting():
+            for gradient in self._replicating:
+                gradient.replicate.advance()
         while self._replicating:
             self._finish_replicate(self._replicating[0])
-        for unit in self._touched.values():
-            self._lanes.compute_waits_for_reduce(unit.index)
+        for gradient in self._touched:
+            self._lanes.compute_waits_for_reduce(gradient.unit.index)
             if is_last:
-                self._lanes.compute_waits_for_replicate(unit.index)
-                unit.scale(self._scale)
-            is_agreed = is_last or unit.gradients is Gradients.SHARDED
-            unit.assign_gradients(is_agreed=is_agreed)
+                self._lanes.compute_waits_for_replicate(gradient.unit.index)
+                gradient.scale(self._scale)
+            gradient.assign(is_agreed=is_last or gradient.home is Gradients.SHARDED)
         if is_last:
             self._waiting_for_last.clear()
         else:
@@ -251,7 +222,8 @@ class GradientReducer:
 
     def check_complete(self) -> None:
         """Raise where a step would use sums that still wait for their last micro-batch."""
-        for unit in self._waiting_for_last.values():
+        for gradient in self._waiting_for_last:
+            unit = gradient.unit
             if not any(unit.parameters[i].grad is not None for i in unit.trainable):
                 continue
             raise LifecycleError(
@@ -263,8 +235,8 @@ class GradientReducer:
 
     def abort(self) -> None:
         """Forget this backward; operations in flight are finished when their buffers are next used."""
-        for unit in self._touched.values():
-            unit.wants_replicate = False
+        for gradient in self._touched:
+            gradient.wants_replicate = False
         self._waiting_for_last.update(self._touched)
         self._touched.clear()
 

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from shardwright.runtime.transport.base import Operation
     from shardwright.runtime.unit import ShardedUnit
 
-__all__ = ["Ledger", "LedgerSources", "Reconciliation", "ReconciliationRow", "StepRecord", "TrafficRow"]
+__all__ = [
+    "Ledger",
+    "LedgerSources",
+    "Reconciliation",
+    "ReconciliationRow",
+    "StepRecord",
+    "TrafficRow",
+]
 
 _STEPS_KEPT = 256
 
@@ -193,9 +200,7 @@ class Ledger:
         """Time what runs inside as waiting for communication; not re-entrant."""
         return self._waiting
 
-    def count(
-        self, collective: str, axis: str, unit: ShardedUnit, operation: Operation
-    ) -> None:
+    def count(self, collective: str, axis: str, unit: ShardedUnit, operation: Operation) -> None:
         """Count one start of an operation."""
         key = (collective, axis, unit.index)
         row = self._rows.get(key)

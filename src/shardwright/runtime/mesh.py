@@ -149,7 +149,7 @@ def _choose_device(device: torch.device | str | None) -> torch.device:
     if device is not None:
         chosen = torch.device(device)
     elif torch.cuda.is_available():
-        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     else:
         chosen = torch.device("cpu")
     if chosen.type == "cuda":

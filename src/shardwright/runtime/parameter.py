@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -25,10 +27,10 @@ class ShardedParameter(nn.Parameter):
     unit_name: str
     full_name: str
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         """Name, global shape and the rows held, before the values."""
         start, stop = self.rows
-        values = torch.Tensor.__repr__(self.data)
+        values = repr(self.data)
         return (
             f"ShardedParameter({self.full_name!r}, global_shape={tuple(self.global_shape)}, "
             f"rows={start}:{stop}, unit={self.unit_name!r}, requires_grad={self.requires_grad},\n"

@@ -88,9 +88,7 @@ def _gather(engine: Engine, unit: ShardedUnit) -> list[nn.Parameter]:
             own_bytes = sum(p.own.numel() * p.own.element_size() for p in pieces)
             engine.ledger.expect(_COLLECTIVE, axis.name, own_bytes * (axis.size - 1))
     return [
-        nn.Parameter(
-            wholes[p.segment][p.start : p.stop].view(p.spec.shape), requires_grad=False
-        )
+        nn.Parameter(wholes[p.segment][p.start : p.stop].view(p.spec.shape), requires_grad=False)
         for p in layout.placements
     ]
 

@@ -78,9 +78,7 @@ class _Gather(_Calls):
     def start(self) -> None:
         for p in self._pieces:
             is_async = not p.own.is_cuda
-            self._add(
-                all_gather_single(p.whole, p.own, self._group, async_op=is_async)
-            )
+            self._add(all_gather_single(p.whole, p.own, self._group, async_op=is_async))
 
     def finish(self, *, accumulate: bool = False) -> None:
         assert not accumulate, "a gather replaces"
@@ -92,9 +90,7 @@ class _ReduceScatter(_Calls):
         super().__init__()
         self._pieces, self._group = pieces, axis.group
         self._chunks = [chunk_of(p.whole, axis.size, axis.rank) for p in pieces]
-        self.sent_bytes = sum(c.numel() * c.element_size() for c in self._chunks) * (
-            axis.size - 1
-        )
+        self.sent_bytes = sum(c.numel() * c.element_size() for c in self._chunks) * (axis.size - 1)
 
     def start(self) -> None:
         for p, chunk in zip(self._pieces, self._chunks, strict=True):
@@ -117,9 +113,7 @@ class _ReduceScatter(_Calls):
 
 
 class _AllReduce(_Calls):
-    def __init__(
-        self, pieces: Sequence[torch.Tensor], group: dist.ProcessGroup, size: int
-    ) -> None:
+    def __init__(self, pieces: Sequence[torch.Tensor], group: dist.ProcessGroup, size: int) -> None:
         super().__init__()
         self._pieces, self._group = pieces, group
         total_bytes = sum(p.numel() * p.element_size() for p in pieces)
@@ -127,9 +121,7 @@ class _AllReduce(_Calls):
 
     def start(self) -> None:
         for p in self._pieces:
-            self._add(
-                dist.all_reduce(p, dist.ReduceOp.SUM, self._group, async_op=not p.is_cuda)
-            )
+            self._add(dist.all_reduce(p, dist.ReduceOp.SUM, self._group, async_op=not p.is_cuda))
 
     def finish(self, *, accumulate: bool = False) -> None:
         assert not accumulate, "an all-reduce replaces"

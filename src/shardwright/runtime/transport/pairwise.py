@@ -65,9 +65,7 @@ class PairwiseTransport:
         """See `Transport.all_reduce`: a reduce-scatter in place, then a gather in place."""
         if axis.group is None:
             return NoOperation()
-        parts = [
-            Piece(whole=p, own=chunk_of(p, axis.size, axis.rank)) for p in pieces if p.numel()
-        ]
+        parts = [Piece(whole=p, own=chunk_of(p, axis.size, axis.rank)) for p in pieces if p.numel()]
         for p in parts:
             assert p.own.numel() * axis.size == p.whole.numel(), "chunks must divide evenly"
         scatter = self.reduce_scatter(parts, axis, tag, staging)

@@ -1,0 +1,224 @@
+"""Decide everything about a sharded model before anything is allocated or moved.
+
+`draw` finds units, lays them out and plans memory; `check_model` refuses what can't be sharded.
+Both are free of side effects, so that ranks can agree on the outcome first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwright.core.errors import LifecycleError, SpecError, nearest
+from shardwright.core.layout import ParameterSpec, UnitLayout, lay_out
+from shardwright.core.memory import MemoryPlan, UnitNeeds, plan_memory
+from shardwright.core.strategy import Gathered, Gradients, Strategy
+from shardwright.runtime.install import engine_of
+from shardwright.runtime.mesh import Mesh
+from shardwright.runtime.precision import Precision, dtype_name, master_dtype
+from shardwright.runtime.settings import EngineSettings
+from shardwright.runtime.transport.base import Axis, Transport
+from shardwright.runtime.unit import Topology
+from shardwright.runtime.units import (
+    UnitModules,
+    UnitsArgument,
+    find_units,
+    warn_if_one_unit_dominates,
+)
+
+__all__ = ["Blueprint", "check_model", "describe_for_agreement", "draw"]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Blueprint:
+    """What was decided before anything is allocated."""
+
+    modules: list[UnitModules]
+    layouts: list[UnitLayout | None]
+    needs: list[UnitNeeds]
+    topology: Topology
+    plan: MemoryPlan
+    strategy: Strategy
+    gathered: list[Gathered]
+
+
+def check_model(model: nn.Module, mesh: Mesh) -> None:
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"shard() takes an nn.Module, found {type(model).__name__}")
+    if engine_of(model) is not None:
+        raise LifecycleError(
+            f"this {type(model).__name__} is sharded already; call shard() once, on the whole model"
+        )
+    for path, module in model.named_modules():
+        if engine_of(module) is not None:
+            raise LifecycleError(
+                f"sub-module {path!r} is sharded already; shard the whole model once and choose "
+                "its units with units=..."
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise SpecError(
+                f"{path!r} has sparse=True; sharded gradients are dense. Set sparse=False."
+            )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            raise SpecError(
+                f"{name!r} is on the meta device and has no values; build the model on "
+                f"{str(mesh.device)!r} before sw.shard()"
+            )
+        if tensor.device.type != mesh.device.type or (
+            tensor.is_cuda and tensor.device != mesh.device
+        ):
+            raise SpecError(
+                f"{name!r} is on device {str(tensor.device)!r}, the mesh computes on "
+                f"{str(mesh.device)!r}; call model.to({str(mesh.device)!r}) before sw.shard(), or "
+                "pass device=... to sw.init_mesh()"
+            )
+
+
+def draw(
+    model: nn.Module,
+    strategy: Strategy,
+    mesh: Mesh,
+    units: UnitsArgument,
+    precision: Precision,
+    settings: EngineSettings,
+    transport: Transport,
+) -> Blueprint:
+    modules = find_units(model, units)
+    if not any(m.owned for m in modules):
+        raise SpecError(f"{type(model).__name__} has no parameters to shard")
+    strategy = strategy.with_gradients(
+        None if settings.accumulation is None else Gradients(settings.accumulation)
+    )
+    topology = _topology(strategy, mesh)
+    gathered = [_gathered_for(m, modules, strategy, settings, topology) for m in modules]
+    multiple = 1 if topology.owners_per_shard > 1 else topology.replicate.size
+    layouts, needs = [], []
+    for unit, keeps in zip(modules, gathered, strict=True):
+        specs = [_spec(p.name, p.parameter, precision) for p in unit.owned]
+        layout = (
+            lay_out(
+                unit.name,
+                specs,
+                shard_size=topology.shard.size,
+                owners_per_shard=topology.owners_per_shard,
+                multiple=multiple,
+            )
+            if specs
+            else None
+        )
+        master = torch.float32
+        for owned in unit.owned:
+            master = torch.promote_types(master, master_dtype(owned.parameter.dtype))
+        layouts.append(layout)
+        needs.append(
+            UnitNeeds(
+                layout=layout,
+                depth=unit.depth,
+                gathered=keeps,
+                master_dtype=dtype_name(master),
+                reduce_dtype=dtype_name(precision.reduce or master),
+            )
+        )
+    if strategy.gathered is Gathered.USE and topology.shard.size > 1:
+        itemsize = (precision.param or torch.float32).itemsize
+        warn_if_one_unit_dominates(modules, itemsize)
+    ahead = max(
+        settings.forward_prefetch,
+        settings.backward_prefetch if settings.backward_prefetch_at == "pre" else 0,
+    )
+    plan = plan_memory(
+        needs,
+        gradients=strategy.gradients,
+        replicas=topology.replicate.size,
+        gather_distance=min(ahead, settings.max_in_flight),
+        reduce_distance=settings.reduce_in_flight,
+        needs_staging=transport.needs_staging,
+    )
+    return Blueprint(
+        modules=modules,
+        layouts=layouts,
+        needs=needs,
+        topology=topology,
+        plan=plan,
+        strategy=strategy,
+        gathered=gathered,
+    )
+
+
+def _topology(strategy: Strategy, mesh: Mesh) -> Topology:
+    """The mesh's data axes as the strategy sees them: without sharding, all are replicas."""
+    if not strategy.shards_parameters:
+        alone = Axis(name="shard", size=1, rank=0, group=None)
+        data = mesh.data_axis
+        replicas = Axis(name="replicate", size=data.size, rank=data.rank, group=data.group)
+        return Topology(shard=alone, reduce=alone, replicate=replicas, owners_per_shard=1)
+    divided = strategy.optimizer_over_replicas
+    return Topology(
+        shard=mesh.shard_axis,
+        reduce=mesh.reduce_axis,
+        replicate=mesh.replicate_axis,
+        owners_per_shard=mesh.replicate if divided else 1,
+    )
+
+
+def _gathered_for(
+    unit: UnitModules,
+    units: list[UnitModules],
+    strategy: Strategy,
+    settings: EngineSettings,
+    topology: Topology,
+) -> Gathered:
+    names = [u.name for u in units]
+    for name in settings.residency:
+        if name not in names:
+            raise SpecError(f"residency names no unit {name!r}; {nearest(name, names)}")
+    keeps = strategy.gathered
+    reshard = settings.reshard_after_backward
+    if reshard is False and keeps is Gathered.USE:
+        raise SpecError(
+            f"reshard_after_backward=False keeps every unit gathered, which strategy "
+            f"{strategy.name!r} is there to avoid; use zero2, or name units in residency=[...]"
+        )
+    if topology.shard.size == 1 or (reshard is False and keeps is Gathered.BACKWARD):
+        return Gathered.STEP
+    if reshard is True and keeps is Gathered.STEP:
+        return Gathered.BACKWARD
+    if unit.name in settings.residency and keeps is Gathered.USE:
+        return Gathered.BACKWARD
+    return keeps
+
+
+def _spec(name: str, parameter: nn.Parameter, precision: Precision) -> ParameterSpec:
+    is_float = parameter.dtype.is_floating_point
+    dtype = precision.param if precision.param is not None and is_float else parameter.dtype
+    return ParameterSpec(
+        name=name,
+        shape=tuple(parameter.shape),
+        dtype=dtype_name(dtype),
+        trainable=parameter.requires_grad,
+    )
+
+
+def describe_for_agreement(
+    model: nn.Module, blueprint: Blueprint, settings: EngineSettings, precision: Precision
+) -> list[str]:
+    lines = [
+        f"class {type(model).__name__}",
+        f"strategy {blueprint.strategy.name}",
+        f"settings {settings}",
+        f"precision {precision}",
+    ]
+    for unit in blueprint.modules:
+        lines.append(f"unit {unit.name}")
+        lines += [
+            f"parameter {p.name} of shape {tuple(p.parameter.shape)}, {p.parameter.dtype}, "
+            f"{'trainable' if p.parameter.requires_grad else 'frozen'}"
+            for p in unit.owned
+        ]
+    lines += [
+        f"buffer {name} of shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()
+    ]
+    return lines

@@ -1,0 +1,72 @@
+"""Put an engine into a model: wrapped forwards, guarded state dicts, loud misuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from shardwright.core.errors import LifecycleError
+from shardwright.runtime.direct_linear import DirectLinear
+from shardwright.runtime.engine import Engine, UnitForward
+from shardwright.runtime.unit import ShardedUnit
+from shardwright.runtime.unit_gradients import UnitGradients
+
+__all__ = ["engine_of", "install"]
+
+_ATTRIBUTE = "_shardwright_engine"
+"""Instance attribute under which every module of a sharded model knows its engine."""
+
+
+def engine_of(module: nn.Module) -> Engine | None:
+    """The engine that runs a module, or None for a plain one."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+def install(model: nn.Module, engine: Engine, *, direct_gradients: bool) -> None:
+    """Wrap forwards, guard state dicts and let modules know their engine."""
+    for unit in engine.units:
+        if direct_gradients and unit.gradient is not None:
+            _write_directly(unit, unit.gradient)
+        module = unit.modules.module
+        module.__dict__["forward"] = UnitForward(engine, unit, module.forward)
+    for module in model.modules():
+        module.__dict__[_ATTRIBUTE] = engine
+        module.register_state_dict_pre_hook(_guard_state_dict)
+        module.register_load_state_dict_pre_hook(_guard_load_state_dict)
+    for unit in engine.units:
+        for owned in unit.modules.owned:
+            if owned.parameter.requires_grad:
+                owned.parameter.register_post_accumulate_grad_hook(_refuse_stray_use(owned.name))
+
+
+def _write_directly(unit: ShardedUnit, gradient: UnitGradients) -> None:
+    """Let plain Linear layers of a unit write their weights' gradients into its buffer."""
+    for k, position in enumerate(unit.trainable):
+        for module, name in unit.modules.owned[position].locations:
+            is_plain = type(module) is nn.Linear and "forward" not in module.__dict__
+            if is_plain and name == "weight":
+                assert isinstance(module, nn.Linear)
+                module.__dict__["forward"] = DirectLinear(module, gradient.sinks[k])
+
+
+def _guard_state_dict(module: nn.Module, *_: object) -> None:
+    engine = module.__dict__[_ATTRIBUTE]
+    engine.require_unsharded(module, "state_dict()")
+
+
+def _guard_load_state_dict(module: nn.Module, *_: object) -> None:
+    engine = module.__dict__[_ATTRIBUTE]
+    engine.require_unsharded(module, "load_state_dict()")
+
+
+def _refuse_stray_use(name: str) -> Callable[[torch.Tensor], None]:
+    def refuse(_: torch.Tensor) -> None:
+        raise LifecycleError(
+            f"a gradient reached the shard of {name!r} directly: the parameter was used outside "
+            "the forward of its unit, where it holds only this rank's rows. Use it inside that "
+            "forward, or make the modules that share it one unit with units=..."
+        )
+
+    return refuse

@@ -1,0 +1,265 @@
+"""The gradient side of a sharded unit: buffer, shards, reductions and what they hold.
+
+    autograd ─ direct write or one foreach ─> buffer [ rank 0 | rank 1 | ... | control ]
+    buffer ─ reduce-scatter ─> shard sums ─ all-reduce over replicas ─> scaled: `.grad`
+
+Where gradients are whole between micro-batches, the sums lie in this rank's chunk of the buffer;
+where they are sharded, in a buffer of their own, and the big one is shared with other units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwright.core.strategy import Gradients
+from shardwright.runtime.buffers import Buffers
+from shardwright.runtime.direct_linear import GradientSink
+from shardwright.runtime.transport.base import NoOperation, Operation, Piece, Transport, chunk_of
+from shardwright.runtime.unit import ShardedUnit
+
+__all__ = ["UnitGradients"]
+
+
+class UnitGradients:
+    """Gradients of one unit that has trainable parameters. Lists follow `unit.trainable`.
+
+    Args:
+        unit: The unit.
+        home: Where its gradient lives between micro-batches.
+        reduce_dtype: Dtype of the buffer.
+
+    Attributes:
+        slot: Buffer it is reduced from; units with the same buffer take turns.
+        staging_slot: Staging of the reduction over shards; -1 for none.
+        replicate_staging_slot: Staging of the reduction over replicas; -1 for none.
+        sinks: Where each gradient may be written directly.
+        views: Each gradient's place in the buffer, in its parameter's shape.
+        shards: Each gradient's rows on this rank: what `.grad` is set to.
+        used: Whether each parameter was used on this rank since its gradient was last discarded.
+        has_sums: Whether the sums hold gradients to add to.
+        is_final: Whether `.grad` holds the mean over all ranks, ready for the optimizer.
+        adds_to_final: Whether finals kept beside the buffer are to be added to.
+        wants_replicate: Whether a reduction over replicas is to follow the one over shards.
+    """
+
+    def __init__(self, unit: ShardedUnit, home: Gradients, reduce_dtype: torch.dtype) -> None:
+        self.unit = unit
+        self.home = home
+        self.reduce_dtype = reduce_dtype
+        self.slot = self.staging_slot = self.replicate_staging_slot = -1
+        self.sinks = [GradientSink() for _ in unit.trainable]
+        self.views: list[torch.Tensor] = []
+        self.shards: list[torch.Tensor] = []
+        self.used = [False] * len(unit.trainable)
+        self.index_of = {position: k for k, position in enumerate(unit.trainable)}
+        self.reduce: Operation = NoOperation()
+        self.replicate: Operation = NoOperation()
+        self.casts_to_reduce: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.casts_back: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.casts_from_reduce: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._control = self._own_control = torch.empty(0)
+        self._owned: list[torch.Tensor] = []  # flat pieces this rank's optimizer sees
+        self._not_owned: list[torch.Tensor] = []  # the rest of what adds up over micro-batches
+        self.has_sums = self.is_final = self.adds_to_final = self.wants_replicate = False
+
+    def bind(
+        self,
+        memory: torch.Tensor,
+        staging: torch.Tensor | None,
+        replicate_staging: torch.Tensor | None,
+        buffers: Buffers,
+        transport: Transport,
+    ) -> None:
+        """Lay out the gradient buffer, the gradient shards and the reductions.
+
+        Args:
+            memory: The gradient buffer: flat, reduce dtype, at least `layout.gradient_numel`.
+            staging: Where the reduction over shards may receive, flat, or None.
+            replicate_staging: The same for the reduction over replicas.
+            buffers: Where gradient shards are allocated.
+            transport: Prepares the reductions.
+        """
+        topology, layout = self.unit.topology, self.unit.layout
+        wholes = self._gradient_pieces(memory)
+        chunks = [chunk_of(w, layout.shard_size, topology.shard.rank) for w in wholes]
+        if self.home is Gradients.WHOLE:
+            sums = chunks
+            accumulated = wholes
+        else:
+            sums = [
+                buffers.allocate("gradient_shards", c.numel(), self.unit.master_dtype)
+                for c in chunks
+            ]
+            accumulated = sums
+        self._bind_replicate(chunks, sums, replicate_staging, transport)
+        owned = [self._owned_part(s) for s in sums]
+        if self.reduce_dtype != self.unit.master_dtype and self.home is Gradients.WHOLE:
+            finals = [
+                buffers.allocate("gradient_shards", o.numel(), self.unit.master_dtype)
+                for o in owned
+            ]
+            self.casts_from_reduce = list(zip(finals, owned, strict=True))
+        else:
+            finals = owned
+        self._owned = finals
+        self._not_owned = _outside(accumulated, owned)
+        self.reduce = transport.reduce_scatter(
+            [Piece(whole=w, own=s) for w, s in zip(wholes, sums, strict=True)],
+            topology.reduce,
+            self.unit.first_tag + 2,
+            staging,
+        )
+        self._control = wholes[-1].view(layout.num_owners, layout.control_numel)
+        self._own_control = finals[-1]
+        pieces: list[torch.Tensor] = [torch.empty(0)] * len(layout.segments)
+        for segment, final in zip(layout.trainable_segments, finals, strict=False):
+            pieces[segment] = final
+        rows = self.unit.own_rows(pieces)
+        self.shards = [rows[i] for i in self.unit.trainable]
+        segment_position = {s: k for k, s in enumerate(layout.trainable_segments)}
+        for sink, i in zip(self.sinks, self.unit.trainable, strict=True):
+            place = layout.placements[i]
+            whole = wholes[segment_position[place.segment]]
+            sink.view = whole[place.start : place.stop].view(place.spec.shape)
+        self.views = [s.view for s in self.sinks if s.view is not None]
+
+    def _bind_replicate(
+        self,
+        chunks: list[torch.Tensor],
+        sums: list[torch.Tensor],
+        staging: torch.Tensor | None,
+        transport: Transport,
+    ) -> None:
+        topology, layout = self.unit.topology, self.unit.layout
+        in_reduce_dtype = sums
+        is_sharded = self.home is Gradients.SHARDED
+        if (
+            is_sharded
+            and self.reduce_dtype != self.unit.master_dtype
+            and topology.replicate.size > 1
+        ):
+            # Sent in the reduce dtype: by way of this rank's chunk of the gradient buffer.
+            in_reduce_dtype = chunks
+            self.casts_to_reduce = list(zip(chunks, sums, strict=True))
+            self.casts_back = list(zip(sums, chunks, strict=True))
+        tag = self.unit.first_tag + 3
+        if layout.owners_per_shard > 1:
+            self.replicate = transport.reduce_scatter(
+                [Piece(whole=p, own=self._owned_part(p)) for p in in_reduce_dtype],
+                topology.replicate,
+                tag,
+                staging,
+            )
+        else:
+            self.replicate = transport.all_reduce(in_reduce_dtype, topology.replicate, tag, staging)
+
+    def clear_unfilled(self) -> None:
+        """Zero the places no gradient was written to, and forget direct writes."""
+        for sink in self.sinks:
+            if not sink.is_filled and sink.view is not None:
+                sink.view.zero_()
+            sink.is_filled = self.home is Gradients.WHOLE
+            sink.is_written = False
+
+    def write_flags(self) -> None:
+        """Tell every owner which parameters this rank used."""
+        if all(self.used):
+            self._control.fill_(1)
+        else:
+            self._control[:, : len(self.used)] = self._control.new_tensor(self.used)
+
+    def begin(self) -> None:
+        """Find what is alive from earlier backwards, and make ready to add to it."""
+        alive = [self.keep(k) for k in range(len(self.sinks))]
+        any_alive = any(alive)
+        finals_apart = bool(self.casts_from_reduce)
+        keeps_buffer = self.home is Gradients.WHOLE and not (finals_apart and self.is_final)
+        for k, sink in enumerate(self.sinks):
+            sink.is_written = False
+            sink.is_filled = alive[k] and keeps_buffer
+            if not alive[k]:
+                self.used[k] = False
+                if any_alive:
+                    self.shards[k].zero_()
+        if any_alive and self.is_final and not finals_apart:
+            self.unscale()
+        self.adds_to_final = any_alive and finals_apart
+        self.has_sums = any_alive
+        self.is_final = False
+
+    def keep(self, k: int) -> bool:
+        """Whether a parameter's `.grad` is alive; one the user assigned is taken over.
+
+        Args:
+            k: Index into `trainable`.
+        """
+        parameter, own = self.unit.parameters[self.unit.trainable[k]], self.shards[k]
+        gradient = parameter.grad
+        if gradient is None:
+            return False
+        if gradient is not own:
+            own.copy_(gradient)
+            parameter.grad = own
+        return True
+
+    def unscale(self) -> None:
+        """Turn means back into sums that reductions over both axes will add up once again."""
+        factor = self.unit.layout.num_owners
+        if factor != 1:
+            torch._foreach_mul_(self._owned, float(factor))
+        for rest in self._not_owned:
+            rest.zero_()
+
+    def scale(self, factor: float) -> None:
+        """Turn sums over all ranks into means, in the masters' dtype."""
+        for final, reduced in self.casts_from_reduce:
+            if self.adds_to_final:
+                final.add_(reduced, alpha=factor)
+            else:
+                final.copy_(reduced)
+        is_scaled = bool(self.casts_from_reduce) and self.adds_to_final
+        if factor != 1.0 and not is_scaled:
+            torch._foreach_mul_(self._owned, factor)
+        self.is_final = True
+
+    def assign(self, *, is_agreed: bool) -> None:
+        """Let `.grad` of every used parameter be its shard's gradient.
+
+        A parameter counts as used if any rank used it, which only a rank that did not needs to
+        look up: reading the flags waits for the device.
+
+        Args:
+            is_agreed: Whether the control segment holds every rank's flags.
+        """
+        flags: list[float] | None = None
+        for k, position in enumerate(self.unit.trainable):
+            parameter = self.unit.parameters[position]
+            is_used = self.used[k]
+            if not is_used and is_agreed and parameter.grad is None:
+                if flags is None:
+                    flags = self._own_control.tolist()
+                is_used = flags[k] > 0
+            if is_used:
+                parameter.grad = self.shards[k]
+
+    def _gradient_pieces(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The gradient space: one flat view per trainable segment, then the control segment."""
+        layout = self.unit.layout
+        sizes = [layout.segments[i].numel for i in layout.trainable_segments]
+        sizes.append(layout.num_owners * layout.control_numel)
+        return list(memory[: sum(sizes)].split(sizes))
+
+    def _owned_part(self, chunk: torch.Tensor) -> torch.Tensor:
+        """This owner's part of a shard rank's chunk."""
+        return chunk_of(chunk, self.unit.layout.owners_per_shard, self.unit.topology.owner_in_shard)
+
+
+def _outside(wholes: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What of each flat tensor lies before and after a part of it."""
+    outside = []
+    for whole, part in zip(wholes, parts, strict=True):
+        start = part.storage_offset() - whole.storage_offset()
+        outside += [whole[:start], whole[start + part.numel() :]]
+    return [t for t in outside if t.numel()]
