@@ -142,10 +142,10 @@ class Engine:
 
         Lane: compute. Waits: for the unit's gather. Signals: the release of its slot.
         """
-        if unit.is_shadowed or unit.is_unsharded_by_user:
-            return inner(*args, **kwargs)  # re-entered, or recomputed inside its own backward
         if self._backward_tasks and torch._C._current_graph_task_id() == -1:
             self.abort()  # the last backward raised before its end
+        if unit.is_shadowed or unit.is_unsharded_by_user:
+            return inner(*args, **kwargs)  # re-entered, or recomputed inside its own backward
         self._make_room(unit)
         is_root = unit.index == 0
         if is_root:

@@ -68,10 +68,14 @@ class GradientReducer:
                 self._finish_replicate(user)
             user.reduce.release()
             self._lanes.compute_waits_for_reduce(user.unit.index)
+        self._finish_replicate(gradient)
         self._user_of_buffer[gradient.slot] = gradient
         if gradient not in self._touched:
             self._touched[gradient] = None
             gradient.begin()
+        elif gradient.is_reduced:
+            self._lanes.compute_waits_for_replicate(unit.index)
+            gradient.reopen()
 
     def collect(
         self,
@@ -122,6 +126,7 @@ class GradientReducer:
         if user is not None and gradient.staging_slot >= 0:
             self._settle_through(user)
         self._user_of_staging[gradient.staging_slot] = gradient
+        gradient.is_reduced = gradient.home is Gradients.WHOLE
         lanes = self._lanes
         lanes.compute_wrote_gradient(unit.index)
         with lanes.reduce():
@@ -162,6 +167,7 @@ class GradientReducer:
 
     def _start_replicate(self, gradient: UnitGradients) -> None:
         gradient.wants_replicate = False
+        gradient.is_reduced = True
         user = self._user_of_replicate_staging.get(gradient.replicate_staging_slot)
         if user is not None and gradient.replicate_staging_slot >= 0:
             self._finish_replicate(user)

@@ -39,6 +39,7 @@ class UnitGradients:
         shards: Each gradient's rows on this rank: what `.grad` is set to.
         used: Whether each parameter was used on this rank since its gradient was last discarded.
         has_sums: Whether the sums hold gradients to add to.
+        is_reduced: Whether this backward has reduced the sums as far as they will be.
         is_final: Whether `.grad` holds the mean over all ranks, ready for the optimizer.
         adds_to_final: Whether finals kept beside the buffer are to be added to.
         wants_replicate: Whether a reduction over replicas is to follow the one over shards.
@@ -61,8 +62,10 @@ class UnitGradients:
         self.casts_from_reduce: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._control = self._own_control = torch.empty(0)
         self._owned: list[torch.Tensor] = []  # flat pieces this rank's optimizer sees
+        self._owned_sums: list[torch.Tensor] = []  # the same, before a cast to the masters' dtype
         self._not_owned: list[torch.Tensor] = []  # the rest of what adds up over micro-batches
-        self.has_sums = self.is_final = self.adds_to_final = self.wants_replicate = False
+        self.has_sums = self.is_reduced = self.is_final = False
+        self.adds_to_final = self.wants_replicate = False
 
     def bind(
         self,
@@ -103,7 +106,7 @@ class UnitGradients:
             self.casts_from_reduce = list(zip(finals, owned, strict=True))
         else:
             finals = owned
-        self._owned = finals
+        self._owned, self._owned_sums = finals, owned
         self._not_owned = _outside(accumulated, owned)
         self.reduce = transport.reduce_scatter(
             [Piece(whole=w, own=s) for w, s in zip(wholes, sums, strict=True)],
@@ -187,7 +190,20 @@ class UnitGradients:
             self.unscale()
         self.adds_to_final = any_alive and finals_apart
         self.has_sums = any_alive
-        self.is_final = False
+        self.is_reduced = self.is_final = False
+
+    def reopen(self) -> None:
+        """Let more be added to sums that this backward has reduced already.
+
+        Reducing them again must count them once: only their owner keeps them, and where an
+        all-reduce gave them to every replica, each keeps its part.
+        """
+        topology = self.unit.topology
+        if topology.owners_per_shard == 1 and topology.replicate.size > 1:
+            torch._foreach_mul_(self._owned_sums, 1.0 / topology.replicate.size)
+        for rest in self._not_owned:
+            rest.zero_()
+        self.is_reduced = False
 
     def keep(self, k: int) -> bool:
         """Whether a parameter's `.grad` is alive; one the user assigned is taken over.
