@@ -1,4 +1,4 @@
-"""Launching local ranks: results, failures, interrupts, and processes that end with their parent."""
+"""Launching local ranks: results, failures, interrupts, and no process left behind."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def test_parameters_stay_parameters_and_shared_ones_stay_shared() -> None:
     module = nn.Linear(2, 2)
     copy, tied = unpack(pack((module, module.weight)))
     assert copy.weight is tied
-    assert isinstance(tied, nn.Parameter) and tied.requires_grad
+    assert isinstance(tied, nn.Parameter)
+    assert tied.requires_grad
     assert torch.equal(tied, module.weight)
 
 

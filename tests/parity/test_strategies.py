@@ -20,9 +20,7 @@ def world_of(shape: tuple[int, int]) -> int:
 def test_float64_parameters_losses_and_norms_equal_one_process(
     pool: RankPool, strategy: str, shape: tuple[int, int]
 ) -> None:
-    results = pool.run(
-        world_of(shape), parity.compare_float64, strategy=strategy, shape=shape
-    )
+    results = pool.run(world_of(shape), parity.compare_float64, strategy=strategy, shape=shape)
     assert results == [[]] * world_of(shape)
 
 
@@ -82,9 +80,7 @@ def test_strategies_with_other_settings_change_no_number(
 def test_first_parameters_are_bitwise_equal_for_every_world_and_strategy(
     pool: RankPool,
 ) -> None:
-    expected = {
-        k: v.numpy().tobytes() for k, v in parity.build(torch.float32).state_dict().items()
-    }
+    expected = {k: v.numpy().tobytes() for k, v in parity.build(torch.float32).state_dict().items()}
     for shape in SHAPES:
         for strategy in parity.STRATEGIES:
             for state in pool.run(
@@ -95,9 +91,10 @@ def test_first_parameters_are_bitwise_equal_for_every_world_and_strategy(
 
 @pytest.mark.parametrize("strategy", parity.STRATEGIES)
 def test_replicas_stay_bitwise_equal_over_fifty_steps(pool: RankPool, strategy: str) -> None:
-    assert pool.run(
-        4, parity.replicas_stay_equal, strategy=strategy, shape=(2, 2), steps=50
-    ) == [True] * 4
+    assert (
+        pool.run(4, parity.replicas_stay_equal, strategy=strategy, shape=(2, 2), steps=50)
+        == [True] * 4
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")

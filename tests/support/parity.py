@@ -127,9 +127,7 @@ def compare_float64(strategy: str, shape: tuple[int, int], **settings: object) -
         actual = sharded(case, strategy, mesh, **settings)
         figures = {
             "parameters": worst_difference(expected.state, actual.state),
-            "losses": max(
-                abs(a - b) for a, b in zip(expected.losses, actual.losses, strict=True)
-            ),
+            "losses": max(abs(a - b) for a, b in zip(expected.losses, actual.losses, strict=True)),
             "norms": max(
                 [abs(a - b) for a, b in zip(expected.norms, actual.norms, strict=True)],
                 default=0.0,

@@ -154,7 +154,9 @@ class RankPool:
         if not 1 <= world <= MAX_WORLD:
             raise ValueError(f"the pool runs 1 to {MAX_WORLD} ranks; found {world}")
         self._grow(world)
-        store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
+        )
         is_clean = False
         try:
             for rank, member in enumerate(self._members[:world]):
@@ -258,8 +260,7 @@ class RankPool:
         ]
         if failures:
             lines.append(_describe(world, failures))
-        for rank in missing:
-            lines.append(f"rank {rank} waits here:\n{_stacks(self._members[rank])}")
+        lines += [f"rank {rank} waits here:\n{_stacks(self._members[rank])}" for rank in missing]
         return "\n".join(lines)
 
     def _kill(self) -> None:

@@ -221,7 +221,7 @@ class RunSection(Section):
         default=200, ge=0, description="length of the sample printed at the end; 0: none"
     )
     temperature: float = Field(
-        default=0.7, ge=0, description="of sampling; 0 takes the likeliest token"
+        default=0.8, ge=0, description="of sampling; 0 takes the likeliest token"
     )
     top_k: int = Field(default=40, ge=0, description="sample among the k likeliest tokens; 0: all")
 

@@ -74,7 +74,9 @@ def launch(
     if timeout_s is not None:
         _require_positive(timeout_s=timeout_s)
     method, work = _choose_start(fn, tuple(args), dict(kwargs or {}), start_method)
-    store = dist.TCPStore(HOST, 0, None, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        HOST, 0, None, is_master=True, wait_for_workers=False
+    )
     setups = [
         RankSetup(
             rank=rank,
@@ -122,7 +124,8 @@ def _environment(rank: int, ranks: int, port: int, num_threads: int) -> dict[str
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         # gloo would otherwise resolve the machine's name, which on a laptop often leads nowhere.
         loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-        environment.update({"GLOO_SOCKET_IFNAME": name for name in loopback})
+        if loopback:
+            environment["GLOO_SOCKET_IFNAME"] = loopback[0]
     return environment
 
 

@@ -221,10 +221,11 @@ class RankGroup:
     def _describe_failure(self) -> str:
         failures = self._failures()
         cause = root_cause(failures)
-        lines = [
+        headline = (
             f"launch expected {len(self._ranks)} ranks to return; rank {cause.rank} {cause.what}; "
             f"the others were ended"
-        ]
+        )
+        lines = [headline]
         also = [failure.rank for failure in failures if failure is not cause]
         if also:
             lines.append(f"failed after it: {_ranks_in_words(also)}")
@@ -236,13 +237,12 @@ class RankGroup:
 
     def _describe_timeout(self, running: Sequence[_Rank]) -> str:
         names = _ranks_in_words(rank.rank for rank in running)
-        lines = [
+        headline = (
             f"launch expected {len(self._ranks)} ranks to return within {self._timeout_s:g} s; "
             f"found {names} still running; raise timeout_s, or see below where each waits"
-        ]
-        for rank in running:
-            lines.append(f"rank {rank.rank}:\n{_stacks(rank)}")
-        return "\n".join(lines)
+        )
+        waits = [f"rank {rank.rank}:\n{_stacks(rank)}" for rank in running]
+        return "\n".join([headline, *waits])
 
 
 @contextlib.contextmanager

@@ -211,13 +211,14 @@ def describe_for_agreement(
         f"settings {settings}",
         f"precision {precision}",
     ]
-    for unit in blueprint.modules:
-        lines.append(f"unit {unit.name}")
-        lines += [
-            f"parameter {p.name} of shape {tuple(p.parameter.shape)}, {p.parameter.dtype}, "
-            f"{'trainable' if p.parameter.requires_grad else 'frozen'}"
-            for p in unit.owned
-        ]
+    lines += [
+        f"parameter {name} of shape {tuple(p.shape)}, {p.dtype}, "
+        f"{'trainable' if p.requires_grad else 'frozen'}"
+        for name, p in model.named_parameters()
+    ]
+    lines += [
+        f"unit {unit.name} of {', '.join(p.name for p in unit.owned)}" for unit in blueprint.modules
+    ]
     lines += [
         f"buffer {name} of shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()
     ]

@@ -21,6 +21,7 @@ class UnitDescription:
         numel: Elements, without padding.
         padding_numel: Elements of padding.
         gathered_bytes: Bytes while gathered, in compute dtypes.
+        gradient_numel: Elements of its gradient space, padding and control segment included.
         gathered: ``step``, ``backward`` or ``use``: how long it stays so.
         slot: Slot it is gathered into; units with the same slot take turns.
         rows: Rows of dimension 0 of each parameter held by each owner, ``(start, stop)``.
@@ -31,6 +32,7 @@ class UnitDescription:
     numel: int
     padding_numel: int
     gathered_bytes: int
+    gradient_numel: int
     gathered: str
     slot: int
     rows: dict[str, tuple[tuple[int, int], ...]]
@@ -97,6 +99,7 @@ def describe_engine(engine: Engine) -> Description:
                 numel=layout.used_numel,
                 padding_numel=layout.padding_numel,
                 gathered_bytes=layout.gathered_bytes,
+                gradient_numel=layout.gradient_numel,
                 gathered=unit.gathered.value,
                 slot=unit.slot,
                 rows={

@@ -64,8 +64,10 @@ class _Linear(torch.autograd.Function):
 
 def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, sink: GradientSink) -> torch.Tensor:
     view = sink.view
-    if view is None or sink.is_written or view.dtype != grad.dtype:
+    can_write = view is not None and not sink.is_written and view.dtype == grad.dtype
+    if not can_write or torch.is_grad_enabled():
         return grad.t() @ x
+    assert view is not None
     sink.is_written = True
     if sink.is_filled:
         return view.addmm_(grad.t(), x)

@@ -1,0 +1,254 @@
+"""What new users get wrong. Each function runs on ranks and raises what they would see."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwright as sw
+from tests.support.models import WIDTH, Block, Stack, TiedDecoder
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def batch() -> torch.Tensor:
+    return torch.ones(2, 4, WIDTH)
+
+
+def wrong_mesh() -> None:
+    sw.init_mesh(replicate=2, shard=2)
+
+
+def zero_sized_axis() -> None:
+    sw.init_mesh(shard=0)
+
+
+def unknown_strategy() -> None:
+    sw.shard(Stack(), "zero4")
+
+
+def unknown_setting() -> None:
+    sw.shard(Stack(), "zero3", forward_prefech=2)
+
+
+def bad_setting() -> None:
+    sw.shard(Stack(), "zero3", backward_prefetch_at="before")
+
+
+def unknown_residency() -> None:
+    sw.shard(Stack(), "zero3", residency=["block.0"])
+
+
+def unit_class_matches_nothing() -> None:
+    sw.shard(Stack(), "zero3", units=nn.Conv2d)
+
+
+def predicate_matches_nothing() -> None:
+    sw.shard(Stack(), "zero3", units=lambda module: False)
+
+
+def other_model_on_rank_1() -> None:
+    sw.shard(Stack(3 if rank() == 1 else 4), "zero3")
+
+
+def other_width_on_rank_1() -> None:
+    model = Stack()
+    if rank() == 1:
+        model.last = nn.Linear(WIDTH, 4)
+    sw.shard(model, "zero3")
+
+
+def other_strategy_on_rank_1() -> None:
+    sw.shard(Stack(), "zero2" if rank() == 1 else "zero3")
+
+
+def frozen_on_rank_1() -> None:
+    model = Stack()
+    if rank() == 1:
+        model.first.weight.requires_grad_(False)
+    sw.shard(model, "zero3")
+
+
+def parameter_on_another_device() -> None:
+    model = Stack()
+    model.blocks[1] = Block().to("meta")
+    sw.shard(model, "zero3")
+
+
+def parameter_on_another_device_on_rank_1() -> None:
+    model = Stack()
+    if rank() == 1:
+        model.blocks[1] = Block().to("meta")
+    sw.shard(model, "zero3")
+
+
+def sparse_embedding() -> None:
+    model = TiedDecoder()
+    model.embedding.sparse = True
+    sw.shard(model, "zero3")
+
+
+def no_parameters() -> None:
+    sw.shard(nn.Sequential(nn.ReLU()), "zero3")
+
+
+def integer_parameters() -> None:
+    model = Stack()
+    model.register_parameter("codes", nn.Parameter(torch.ones(3, dtype=torch.int8), False))
+    sw.shard(model, "zero3")
+
+
+def sharded_twice() -> None:
+    sw.shard(sw.shard(Stack(), "zero3"), "zero3")
+
+
+def sub_module_sharded_before() -> None:
+    model = Stack()
+    sw.shard(model.blocks[0], "zero3")
+    sw.shard(model, "zero3")
+
+
+def lbfgs() -> None:
+    model = sw.shard(Stack(), "zero3")
+    optimizer = torch.optim.LBFGS(model.parameters())
+    model(batch()).mean().backward()
+    optimizer.step(lambda: model(batch()).mean())
+
+
+def adafactor() -> None:
+    model = sw.shard(Stack(), "zero3")
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(batch()).mean().backward()
+    optimizer.step()
+
+
+def optimizer_stepped_before_shard() -> None:
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(batch()).mean().backward()
+    optimizer.step()
+    model = sw.shard(model, "zero3")
+    model(batch()).mean().backward()
+    optimizer.step()
+
+
+def state_dict_of_shards() -> None:
+    sw.shard(Stack(), "zero3").state_dict()
+
+
+def state_dict_of_a_block() -> None:
+    sw.shard(Stack(), "zero3").blocks[1].state_dict()
+
+
+def load_into_shards() -> None:
+    state = Stack().state_dict()
+    sw.shard(Stack(), "zero3").load_state_dict(state)
+
+
+def step_while_accumulating() -> None:
+    model = sw.shard(Stack(), "zero3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sw.accumulate(model):
+        model(batch()).mean().backward()
+    optimizer.step()
+
+
+def clip_while_accumulating() -> None:
+    model = sw.shard(Stack(), "zero3")
+    with sw.accumulate(model):
+        model(batch()).mean().backward()
+    sw.clip_grad_norm_(model, 1.0)
+
+
+def weight_used_outside_its_unit() -> None:
+    class Leaky(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.blocks[0].norm.bias.sum()
+
+    model = sw.shard(Leaky(), "zero3")
+    model(batch()).mean().backward()
+
+
+def auxiliary_loss_kept_on_self() -> None:
+    class Keeps(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.aux = self.up(x).mean()
+            return super().forward(x)
+
+    class Model(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Keeps() for _ in range(4)])
+
+    model = sw.shard(Model(), "zero3")
+    model(batch())
+    sum(b.aux for b in model.blocks).backward()
+
+
+def deep_copy() -> None:
+    copy.deepcopy(sw.shard(Stack(), "zero3"))
+
+
+def backward_after_step() -> None:
+    model = sw.shard(Stack(), "zero3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = model(batch()).mean()
+    model(batch()).mean().backward()
+    optimizer.step()
+    kept.backward()
+
+
+def moved_after_shard() -> None:
+    model = sw.shard(Stack(), "zero3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch()).mean().backward()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    optimizer.step()
+
+
+def create_graph() -> None:
+    model = sw.shard(Stack(), "zero3")
+    model(batch()).mean().backward(create_graph=True)
+
+
+def unfrozen_after_shard() -> None:
+    model = Stack()
+    model.first.weight.requires_grad_(False)
+    model = sw.shard(model, "zero3")
+    model.first.weight.requires_grad_(True)
+    model(batch())
+
+
+def unsharded_in_forward() -> None:
+    class Looks(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with sw.unsharded(self):
+                return super().forward(x)
+
+    sw.shard(Looks(), "zero3")(batch())
+
+
+def plain_model_in_ledger() -> None:
+    sw.ledger(Stack())
+
+
+def not_a_module() -> None:
+    sw.shard(torch.ones(3), "zero3")
+
+
+def not_a_mesh() -> None:
+    sw.shard(Stack(), "zero3", mesh=4)
+
+
+def reshard_setting_against_strategy() -> None:
+    sw.shard(Stack(), "zero3", reshard_after_backward=False)
+
+
+def negative_clip() -> None:
+    sw.clip_grad_norm_(sw.shard(Stack(), "zero3"), -1.0)
