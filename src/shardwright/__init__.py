@@ -1,4 +1,4 @@
-"""Shardwright: sharded training for PyTorch that says what a run costs, runs it and accounts for it.
+"""Sharded training for PyTorch that says what a run costs, runs it and accounts for it.
 
 Public names are loaded on first use, so that commands which need no torch start fast.
 """

@@ -185,7 +185,7 @@ def _expand(path: str) -> list[Path]:
     if root.is_file():
         return [root]
     if _GLOB_CHARACTERS & set(path):
-        matches = map(Path, sorted(glob.glob(str(root), recursive=True)))
+        matches = map(Path, sorted(glob.glob(str(root), recursive=True)))  # noqa: PTH207 (absolute patterns too)
         documents = [match for match in matches if match.is_file()]
         if documents:
             return documents

@@ -18,7 +18,7 @@ __all__ = ["StopRequest", "terminate_as_interrupt"]
 def terminate_as_interrupt() -> Iterator[None]:
     """Inside, SIGTERM raises KeyboardInterrupt, as SIGINT does. Main thread only."""
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGTERM, interrupt)
@@ -52,8 +52,8 @@ class StopRequest:
     ) -> None:
         self._restore()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.is_made and number == signal.SIGINT:
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        if self.is_made and _number == signal.SIGINT:
             raise KeyboardInterrupt
         self.is_made = True
 

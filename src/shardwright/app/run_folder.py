@@ -91,7 +91,7 @@ class RunFolder:
 
 
 def _new_name(config: Config) -> Path:
-    moment = datetime.now().strftime("%Y%m%d-%H%M%S")
+    moment = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     base = Path("runs") / f"{config.model.preset}-{config.parallel.strategy}-{moment}"
     name, attempt = base, 1
     while name.exists():

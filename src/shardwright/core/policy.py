@@ -5,7 +5,7 @@ synthetic events and replays the same actions over modelled lanes and links. So 
 simulated actions agree by construction. Strategies enter as data: per unit, how long it stays
 gathered; per model, where gradients live between micro-batches and which axes have replicas.
 
-No torch, no clocks, no I/O: the state is `Policy`'s own, every answer follows from it and the event.
+No torch, no clocks, no I/O: every answer follows from the event and the policy's own state.
 
 [Note: residual content] A resharded unit's values stay in its slot until another unit takes it or
 the optimizer changes them. Between forward and backward of one micro-batch such a unit is taken up
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from shardwright.core.errors import LifecycleError, SpecError
 from shardwright.core.strategy import Gathered, Gradients
@@ -31,7 +31,7 @@ from shardwright.core.strategy import Gathered, Gradients
 __all__ = ["Action", "Op", "Policy", "PolicySettings", "PolicyUnit"]
 
 
-class Op(str, Enum):
+class Op(StrEnum):
     """Operations an action may name."""
 
     UNSHARD = "UNSHARD"

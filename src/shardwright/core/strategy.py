@@ -8,21 +8,21 @@ gathered; a third says over which mesh axes the optimizer state is divided.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 
 from shardwright.core.errors import SpecError, nearest
 
 __all__ = ["ALIASES", "STRATEGIES", "Gathered", "Gradients", "Strategy", "resolve_strategy"]
 
 
-class Gradients(str, Enum):
+class Gradients(StrEnum):
     """Where a unit's gradient lives between micro-batches."""
 
     WHOLE = "whole"  # every rank keeps the full local gradient; one reduction per step
     SHARDED = "sharded"  # reduced after every micro-batch; a rank keeps its shard
 
 
-class Gathered(str, Enum):
+class Gathered(StrEnum):
     """How long a unit's parameters stay gathered after they were first needed."""
 
     STEP = "step"  # until the optimizer changes them

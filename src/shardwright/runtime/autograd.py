@@ -62,7 +62,7 @@ class _UnitNode(torch.autograd.Function):
     """Input: a dummy leaf that requires grad. Outputs: the trainable parameters, as aliases."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, call: Call, chosen: tuple[int, ...]) -> Any:
+    def forward(ctx: Any, _anchor: torch.Tensor, call: Call, chosen: tuple[int, ...]) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.chosen = chosen
@@ -93,7 +93,7 @@ def make_aliases(
         return call.unit.views
     aliases = [view.data for view in call.unit.views]
     if trainable:
-        outputs = _UnitNode.apply(anchor, call, trainable)  # type: ignore[no-untyped-call]
+        outputs = _UnitNode.apply(anchor, call, trainable)
         for position, alias in zip(trainable, outputs, strict=True):
             aliases[position] = alias
     return aliases
@@ -109,6 +109,7 @@ class BackwardHook:
         self.aliases = aliases
 
     def __call__(self, *_: Any) -> None:
+        """Tell the engine; gradients pass unchanged."""
         self.call.engine.backward_begins(self.call, self.aliases)
 
 

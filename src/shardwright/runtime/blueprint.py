@@ -45,6 +45,7 @@ class Blueprint:
 
 
 def check_model(model: nn.Module, mesh: Mesh) -> None:
+    """Raise `SpecError` or `LifecycleError` for a model that cannot be sharded on this rank."""
     if not isinstance(model, nn.Module):
         raise SpecError(f"shard() takes an nn.Module, found {type(model).__name__}")
     if engine_of(model) is not None:
@@ -86,6 +87,7 @@ def draw(
     settings: EngineSettings,
     transport: Transport,
 ) -> Blueprint:
+    """Find units, lay them out and plan memory; moves and allocates nothing."""
     modules = find_units(model, units)
     if not any(m.owned for m in modules):
         raise SpecError(f"{type(model).__name__} has no parameters to shard")
@@ -205,6 +207,7 @@ def _spec(name: str, parameter: nn.Parameter, precision: Precision) -> Parameter
 def describe_for_agreement(
     model: nn.Module, blueprint: Blueprint, settings: EngineSettings, precision: Precision
 ) -> list[str]:
+    """List what must be equal on all ranks, one fact a line, parameters in model order."""
     lines = [
         f"class {type(model).__name__}",
         f"strategy {blueprint.strategy.name}",

@@ -33,7 +33,8 @@ def clip_gradients(
     """
     if not max_norm > 0 or not norm_type > 0:
         raise SpecError(
-            f"clip_grad_norm_ needs max_norm and norm_type above 0, found {max_norm} and {norm_type}"
+            f"clip_grad_norm_ needs max_norm and norm_type above 0, found {max_norm} and "
+            f"{norm_type}"
         )
     gradients = [p.grad for unit in engine.units for p in unit.parameters if p.grad is not None]
     local = _partial_norm(gradients, norm_type, engine.buffers.device)

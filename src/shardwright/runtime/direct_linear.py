@@ -98,7 +98,7 @@ class DirectLinear:
         )
         if is_plain:
             return functional.linear(x, weight, bias)
-        out: torch.Tensor = _Linear.apply(x, weight, bias, self.sink)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _Linear.apply(x, weight, bias, self.sink)
         return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:

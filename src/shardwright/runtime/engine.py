@@ -106,7 +106,7 @@ class Engine:
         self.shard_pointers = {
             id(p): s.data_ptr()
             for u in self.units
-            for p, s in zip(u.parameters, u.shards)
+            for p, s in zip(u.parameters, u.shards, strict=True)
             if s.numel()
         }
         self._by_name = {u.name: u for u in self.units}
@@ -203,7 +203,8 @@ class Engine:
         if call.generation != self.generation:
             raise LifecycleError(
                 f"backward reached unit {unit.name!r} after an optimizer step changed its weights "
-                "since the forward. Call backward before optimizer.step(), or run the forward again."
+                "since the forward. Call backward before optimizer.step(), or run the forward "
+                "again."
             )
         self._note_backward()
         is_first = not opened
@@ -318,7 +319,10 @@ class Engine:
                 self._carry_out[action.op](self._by_name[action.unit], action)
 
     def _unshard(self, unit: ShardedUnit, action: Action) -> None:
-        """Start a gather. Lane: gather, or replicate. Waits: for the slot's release and the step."""
+        """Start a gather.
+
+        Lane: gather, or replicate. Waits: for the slot's release and the step.
+        """
         if not unit.parameters:
             return
         lanes = self.lanes

@@ -240,7 +240,7 @@ class GradientReducer:
         self._waiting_for_last.clear()
 
     def abort(self) -> None:
-        """Forget this backward; operations in flight are finished when their buffers are next used."""
+        """Forget this backward; what is in flight is finished when its buffer is next used."""
         for gradient in self._touched:
             gradient.wants_replicate = False
         self._waiting_for_last.update(self._touched)

@@ -7,7 +7,7 @@ chattiest axes stay inside a node.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import math
 import os
 from dataclasses import dataclass
@@ -100,7 +100,7 @@ def init_mesh(
         SpecError: Sizes don't multiply to the world size, or a launcher variable is missing.
     """
     chosen = _choose_device(device)
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = dt.timedelta(seconds=timeout_s)
     world, rank = _join_world(chosen, timeout)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     sizes = _resolve_sizes(world, local_world, replicate, shard, tensor, pipeline)
@@ -159,7 +159,7 @@ def _choose_device(device: torch.device | str | None) -> torch.device:
     return chosen
 
 
-def _join_world(device: torch.device, timeout: datetime.timedelta) -> tuple[int, int]:
+def _join_world(device: torch.device, timeout: dt.timedelta) -> tuple[int, int]:
     """Return ``(world_size, rank)``, starting the process group from the launcher's variables."""
     if not dist.is_initialized():
         if "WORLD_SIZE" not in os.environ:
@@ -202,7 +202,8 @@ def _resolve_sizes(
         replicate = replicate or 1
     elif replicate is None:
         replicate = data // shard if data % shard == 0 else 1
-    assert isinstance(shard, int) and replicate is not None
+    assert isinstance(shard, int), "shard was resolved above"
+    assert replicate is not None, "replicate was resolved above"
     if replicate * shard != data:
         raise SpecError(
             f"mesh sizes must multiply to the ranks started: pipeline={pipeline} x "

@@ -142,7 +142,7 @@ def _check_in_place(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
             if expected is not None and p.data_ptr() != expected:
                 raise LifecycleError(
                     f"a parameter of unit {engine.unit_of_parameter[id(p)].name!r} was moved or "
-                    "replaced after sw.shard(), so training would not reach it. Call .to(), .half() "
-                    "and the like before sw.shard(), and use sw.unsharded(model, writeback=True) to "
-                    "change values."
+                    "replaced after sw.shard(), so training would not reach it. Call .to(), "
+                    ".half() and the like before sw.shard(), and change values inside "
+                    "sw.unsharded(model, writeback=True)."
                 )

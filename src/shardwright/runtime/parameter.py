@@ -27,7 +27,7 @@ class ShardedParameter(nn.Parameter):
     unit_name: str
     full_name: str
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name, global shape and the rows held, before the values."""
         start, stop = self.rows
         values = repr(self.data)

@@ -40,7 +40,8 @@ def unsharded_units(engine: Engine, module: nn.Module, *, writeback: bool) -> It
     for unit in units:
         if unit.is_shadowed or engine.policy.is_open(unit.index):
             raise LifecycleError(
-                f"unit {unit.name!r} is computing; enter sw.unsharded() outside forward and backward"
+                f"unit {unit.name!r} is computing; enter sw.unsharded() outside forward "
+                "and backward"
             )
     already = [u for u in units if u.is_unsharded_by_user]
     units = [u for u in units if not u.is_unsharded_by_user]

@@ -57,7 +57,9 @@ class PairwiseTransport:
                 receives.append((peer, view))
                 received[i].append(view)
         exchange = _Exchange(axis.group, tag, sends, receives)
-        return _ReduceScatter(exchange, [(o, w, r) for (o, w), r in zip(sums, received)])
+        return _ReduceScatter(
+            exchange, [(own, chunk, r) for (own, chunk), r in zip(sums, received, strict=True)]
+        )
 
     def all_reduce(
         self, pieces: Sequence[torch.Tensor], axis: Axis, tag: int, staging: torch.Tensor | None
