@@ -1,0 +1,1 @@
+"""What Shardwright is measured against, each set up as its documentation says."""

@@ -1,0 +1,1 @@
+"""The time, traffic and memory of a training step."""
