@@ -285,8 +285,8 @@ WAITING = """
         if is_stubborn:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         dist.barrier()
-        os.write(1, f"{{os.getpid()}}\\n".encode())  # at once, where print may write in parts
         try:
+            os.write(1, f"{{os.getpid()}}\\n".encode())  # at once, where print may write in parts
             signal.pause()
             signal.pause()
         except KeyboardInterrupt:

@@ -88,14 +88,17 @@ def test_a_scalar_lies_on_one_owner_as_its_only_row() -> None:
     assert spec().num_rows == spec().row_numel == spec().numel == 1
 
 
-def test_a_small_matrix_is_shifted_so_that_the_cut_falls_between_its_rows() -> None:
-    layout = lay_out("u", [spec(4), spec(2, 3)], shard_size=2)
+def test_a_matrix_is_shifted_so_that_the_cut_in_it_falls_between_its_rows() -> None:
+    layout = lay_out("u", [spec(1, 5), spec(4, 2)], shard_size=2)
+    assert layout.segments[0].chunk_numel == 8
+    assert [(p.start, p.stop) for p in layout.placements] == [(0, 5), (6, 14)]
+    assert [layout.rows(1, owner) for owner in (0, 1)] == [(0, 1), (1, 4)]
+
+
+def test_a_row_that_would_be_cut_moves_behind_the_cut_whole() -> None:
+    layout = lay_out("u", [spec(4), spec(1, 5), spec(1, 5)], shard_size=3)
     assert layout.segments[0].chunk_numel == 5
-    assert [p.start for p in layout.placements] == [0, 5]
-    layout = lay_out("u", [spec(2), spec(2, 3), spec(1)], shard_size=2)
-    assert [(p.start, p.stop) for p in layout.placements] == [(0, 2), (2, 8), (8, 9)]
-    assert layout.rows(1, 0) == (0, 1)
-    assert layout.rows(1, 1) == (1, 2)
+    assert [p.start for p in layout.placements] == [0, 5, 10]
 
 
 def test_rows_of_a_tensor_with_three_dimensions_are_its_slices_along_the_first() -> None:
@@ -153,9 +156,9 @@ def test_the_control_segment_has_an_element_per_trainable_parameter_and_owner() 
 
 
 def test_a_small_odd_parameter_in_front_misaligns_none_of_those_behind() -> None:
-    layout = lay_out("u", [spec(3), spec(64, 64), spec(64, 64)], shard_size=2)
-    assert [p.start for p in layout.placements] == [8192, 0, 4096]
-    assert layout.segments[0].placements[0].index == 1
+    layout = lay_out("u", [spec(3), spec(256, 64), spec(64)], shard_size=2)
+    assert [p.start for p in layout.placements] == [16448, 0, 16384]
+    assert [p.index for p in layout.segments[0].placements] == [1, 2, 0]
 
 
 def test_matrices_whose_widths_have_no_common_row_get_a_segment_each() -> None:
@@ -219,7 +222,7 @@ def test_a_layout_whose_parameters_overlap_or_overrun_cannot_be_made(
     segment = Segment(
         dtype="float32", trainable=True, num_owners=2, chunk_numel=chunk, placements=places
     )
-    with pytest.raises(AssertionError, match="overlaps|too small"):
+    with pytest.raises(AssertionError, match=r"overlaps|too small"):
         UnitLayout(
             name="u",
             shard_size=2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from hypothesis import event, given
@@ -103,7 +104,7 @@ def test_parameters_lie_in_their_segment_and_never_overlap(case: Case) -> None:
     layout = case.layout
     for index, segment in enumerate(layout.segments):
         taken = sorted((p.start, p.stop) for p in segment.placements if p.spec.numel)
-        assert all(stop <= start for (_, stop), (start, _) in zip(taken, taken[1:], strict=False))
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(taken))
         assert all(0 <= p.start <= p.stop <= segment.numel for p in segment.placements)
         assert all(p.segment == index for p in segment.placements)
 

@@ -6,7 +6,7 @@ bytes and reduce dtype of g bytes per element:
 
     gathered through the step    slot U, holding the shard; masters m*U/N where dtypes differ
     gathered for use only        a shared slot; shard m*U/N, and U/S in the compute dtype if other
-    gradients whole              a buffer of g*U; shards of m*U/N where dtypes differ
+    gradients whole              a buffer of g*U; shards of m*U/S where dtypes differ
     gradients sharded            a shared buffer of g*U; shards of m*U/S
     pairwise reductions          shared staging of g*U*(S-1)/S and, over R replicas, g*U/S*(R-1)/R
 """
@@ -165,11 +165,9 @@ def _gradient_shard_bytes(unit: UnitNeeds, whole: bool) -> int:
     layout = unit.layout
     if layout is None:
         return 0
-    if not whole:
-        return layout.gradient_numel // layout.shard_size * unit.master_itemsize
-    if unit.reduce_dtype == unit.master_dtype:
+    if whole and unit.reduce_dtype == unit.master_dtype:
         return 0
-    return layout.gradient_numel // layout.num_owners * unit.master_itemsize
+    return layout.gradient_numel // layout.shard_size * unit.master_itemsize
 
 
 def _staging_bytes(unit: UnitNeeds) -> int:

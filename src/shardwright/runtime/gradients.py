@@ -158,8 +158,7 @@ class GradientReducer:
     def _settle(self, gradient: UnitGradients) -> None:
         lanes = self._lanes
         with lanes.reduce(), self._ledger.waiting():
-            accumulate = gradient.home is Gradients.SHARDED and gradient.has_sums
-            gradient.reduce.finish(accumulate=accumulate)
+            gradient.reduce.finish(accumulate=gradient.accumulates)
             lanes.reduce_finished(gradient.unit.index)
         gradient.has_sums = True
         if gradient.wants_replicate:

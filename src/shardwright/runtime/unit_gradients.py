@@ -3,8 +3,9 @@
     autograd ─ direct write or one foreach ─> buffer [ rank 0 | rank 1 | ... | control ]
     buffer ─ reduce-scatter ─> shard sums ─ all-reduce over replicas ─> scaled: `.grad`
 
-Where gradients are whole between micro-batches, the sums lie in this rank's chunk of the buffer;
-where they are sharded, in a buffer of their own, and the big one is shared with other units.
+Where gradients are whole between micro-batches and reduced in the masters' dtype, the sums lie in
+this rank's chunk of the buffer. Otherwise they have memory of their own in the masters' dtype;
+where gradients are sharded, the big buffer is then shared with other units.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ class UnitGradients:
         has_sums: Whether the sums hold gradients to add to.
         is_reduced: Whether this backward has reduced the sums as far as they will be.
         is_final: Whether `.grad` holds the mean over all ranks, ready for the optimizer.
-        adds_to_final: Whether finals kept beside the buffer are to be added to.
         wants_replicate: Whether a reduction over replicas is to follow the one over shards.
     """
 
@@ -59,13 +59,11 @@ class UnitGradients:
         self.replicate: Operation = NoOperation()
         self.casts_to_reduce: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.casts_back: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.casts_from_reduce: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._control = self._own_control = torch.empty(0)
         self._owned: list[torch.Tensor] = []  # flat pieces this rank's optimizer sees
-        self._owned_sums: list[torch.Tensor] = []  # the same, before a cast to the masters' dtype
         self._not_owned: list[torch.Tensor] = []  # the rest of what adds up over micro-batches
-        self.has_sums = self.is_reduced = self.is_final = False
-        self.adds_to_final = self.wants_replicate = False
+        self._has_sums_apart = True  # sums have memory of their own, outside the buffer
+        self.has_sums = self.is_reduced = self.is_final = self.wants_replicate = False
 
     def bind(
         self,
@@ -87,27 +85,18 @@ class UnitGradients:
         topology, layout = self.unit.topology, self.unit.layout
         wholes = self._gradient_pieces(memory)
         chunks = [chunk_of(w, layout.shard_size, topology.shard.rank) for w in wholes]
-        if self.home is Gradients.WHOLE:
-            sums = chunks
-            accumulated = wholes
-        else:
+        is_narrow = self.reduce_dtype != self.unit.master_dtype
+        self._has_sums_apart = self.home is Gradients.SHARDED or is_narrow
+        if self._has_sums_apart:
             sums = [
                 buffers.allocate("gradient_shards", c.numel(), self.unit.master_dtype)
                 for c in chunks
             ]
-            accumulated = sums
-        self._bind_replicate(chunks, sums, replicate_staging, transport)
-        owned = [self._owned_part(s) for s in sums]
-        if self.reduce_dtype != self.unit.master_dtype and self.home is Gradients.WHOLE:
-            finals = [
-                buffers.allocate("gradient_shards", o.numel(), self.unit.master_dtype)
-                for o in owned
-            ]
-            self.casts_from_reduce = list(zip(finals, owned, strict=True))
         else:
-            finals = owned
-        self._owned, self._owned_sums = finals, owned
-        self._not_owned = _outside(accumulated, owned)
+            sums = chunks
+        self._bind_replicate(chunks, sums, replicate_staging, transport)
+        self._owned = [self._owned_part(s) for s in sums]
+        self._not_owned = _outside(sums if self._has_sums_apart else wholes, self._owned)
         self.reduce = transport.reduce_scatter(
             [Piece(whole=w, own=s) for w, s in zip(wholes, sums, strict=True)],
             topology.reduce,
@@ -115,10 +104,10 @@ class UnitGradients:
             staging,
         )
         self._control = wholes[-1].view(layout.num_owners, layout.control_numel)
-        self._own_control = finals[-1]
+        self._own_control = self._owned[-1]
         pieces: list[torch.Tensor] = [torch.empty(0)] * len(layout.segments)
-        for segment, final in zip(layout.trainable_segments, finals, strict=False):
-            pieces[segment] = final
+        for segment, piece in zip(layout.trainable_segments, self._owned, strict=False):
+            pieces[segment] = piece
         rows = self.unit.own_rows(pieces)
         self.shards = [rows[i] for i in self.unit.trainable]
         segment_position = {s: k for k, s in enumerate(layout.trainable_segments)}
@@ -137,12 +126,7 @@ class UnitGradients:
     ) -> None:
         topology, layout = self.unit.topology, self.unit.layout
         in_reduce_dtype = sums
-        is_sharded = self.home is Gradients.SHARDED
-        if (
-            is_sharded
-            and self.reduce_dtype != self.unit.master_dtype
-            and topology.replicate.size > 1
-        ):
+        if self.reduce_dtype != self.unit.master_dtype and topology.replicate.size > 1:
             # Sent in the reduce dtype: by way of this rank's chunk of the gradient buffer.
             in_reduce_dtype = chunks
             self.casts_to_reduce = list(zip(chunks, sums, strict=True))
@@ -177,8 +161,8 @@ class UnitGradients:
         """Find what is alive from earlier backwards, and make ready to add to it."""
         alive = [self.keep(k) for k in range(len(self.sinks))]
         any_alive = any(alive)
-        finals_apart = bool(self.casts_from_reduce)
-        keeps_buffer = self.home is Gradients.WHOLE and not (finals_apart and self.is_final)
+        # What was reduced into sums of their own is no longer wanted in the buffer.
+        keeps_buffer = self.home is Gradients.WHOLE and not (self._has_sums_apart and self.is_final)
         for k, sink in enumerate(self.sinks):
             sink.is_written = False
             sink.is_filled = alive[k] and keeps_buffer
@@ -186,10 +170,11 @@ class UnitGradients:
                 self.used[k] = False
                 if any_alive:
                     self.shards[k].zero_()
-        if any_alive and self.is_final and not finals_apart:
+        if not any_alive:
+            self.has_sums = False
+        elif self.is_final:
             self.unscale()
-        self.adds_to_final = any_alive and finals_apart
-        self.has_sums = any_alive
+            self.has_sums = True
         self.is_reduced = self.is_final = False
 
     def reopen(self) -> None:
@@ -200,9 +185,12 @@ class UnitGradients:
         """
         topology = self.unit.topology
         if topology.owners_per_shard == 1 and topology.replicate.size > 1:
-            torch._foreach_mul_(self._owned_sums, 1.0 / topology.replicate.size)
+            torch._foreach_mul_(self._owned, 1.0 / topology.replicate.size)
         for rest in self._not_owned:
             rest.zero_()
+        if self._has_sums_apart:
+            for sink in self.sinks:
+                sink.is_filled = False
         self.is_reduced = False
 
     def keep(self, k: int) -> bool:
@@ -218,6 +206,7 @@ class UnitGradients:
         if gradient is not own:
             own.copy_(gradient)
             parameter.grad = own
+            self.is_final = True  # a user's gradient is a mean already
         return True
 
     def unscale(self) -> None:
@@ -229,16 +218,15 @@ class UnitGradients:
             rest.zero_()
 
     def scale(self, factor: float) -> None:
-        """Turn sums over all ranks into means, in the masters' dtype."""
-        for final, reduced in self.casts_from_reduce:
-            if self.adds_to_final:
-                final.add_(reduced, alpha=factor)
-            else:
-                final.copy_(reduced)
-        is_scaled = bool(self.casts_from_reduce) and self.adds_to_final
-        if factor != 1.0 and not is_scaled:
+        """Turn sums over all ranks into means."""
+        if factor != 1.0:
             torch._foreach_mul_(self._owned, factor)
         self.is_final = True
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the next reduction adds to the sums instead of replacing them."""
+        return self._has_sums_apart and self.has_sums
 
     def assign(self, *, is_agreed: bool) -> None:
         """Let `.grad` of every used parameter be its shard's gradient.
@@ -249,6 +237,9 @@ class UnitGradients:
         Args:
             is_agreed: Whether the control segment holds every rank's flags.
         """
+        if not is_agreed and self._has_sums_apart and not self.has_sums:
+            for piece in self._owned:
+                piece.zero_()  # nothing is reduced yet: `.grad` only marks what is alive
         flags: list[float] | None = None
         for k, position in enumerate(self.unit.trainable):
             parameter = self.unit.parameters[position]

@@ -1,0 +1,85 @@
+"""Casts: what is computed, reduced and kept in which dtype, and that the numbers follow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support import precision
+from tests.support.pool import RankPool
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("param", "reduce", "stored"),
+    [(BF16, FP32, FP32), (BF16, BF16, FP32), (None, None, BF16), (FP32, BF16, FP32)],
+    ids=["bf16", "bf16 on the wire", "stored in bf16", "fp32, bf16 on the wire"],
+)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_two_ranks_equal_one_process_with_the_same_casts(
+    pool: RankPool,
+    strategy: str,
+    param: torch.dtype | None,
+    reduce: torch.dtype | None,
+    stored: torch.dtype,
+) -> None:
+    """Sums of two are the same in either order, so only matrix products may round otherwise."""
+    for difference, dtypes in pool.run(
+        2,
+        precision.compare,
+        strategy=strategy,
+        shape=(1, 2),
+        param=param,
+        reduce=reduce,
+        stored=stored,
+    ):
+        assert dtypes == {FP32}
+        assert difference <= 1e-6
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "hybrid_full_optimizer", "zero1"])
+def test_replicas_reduce_in_the_reduce_dtype_and_keep_float32_masters(
+    pool: RankPool, strategy: str
+) -> None:
+    """Partial sums are rounded to 8 bits of mantissa on their way between replicas."""
+    for difference, dtypes in pool.run(
+        4,
+        precision.compare,
+        strategy=strategy,
+        shape=(2, 2),
+        param=BF16,
+        reduce=BF16,
+        stored=FP32,
+    ):
+        assert dtypes == {FP32}
+        assert difference <= 2e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected", "output"),
+    [
+        ({}, {"weight": FP32, "input": FP32, "keyword": FP32, "buffer": FP32}, FP32),
+        ({"param": BF16}, {"weight": BF16, "input": BF16, "keyword": BF16, "buffer": FP32}, FP32),
+        (
+            {"param": BF16, "buffer": BF16},
+            {"weight": BF16, "input": BF16, "keyword": BF16, "buffer": BF16},
+            BF16,
+        ),
+        (
+            {"param": BF16, "buffer": BF16, "output": FP32},
+            {"weight": BF16, "input": BF16, "keyword": BF16, "buffer": BF16},
+            FP32,
+        ),
+    ],
+    ids=["default", "param", "buffer", "output"],
+)
+def test_inputs_buffers_and_outputs_are_cast_where_asked(
+    pool: RankPool,
+    settings: dict[str, torch.dtype],
+    expected: dict[str, torch.dtype],
+    output: torch.dtype,
+) -> None:
+    for seen, out in pool.run(2, precision.dtypes_seen, precision=settings):
+        assert seen == {**expected, "index": torch.int64}
+        assert out == output
