@@ -61,7 +61,9 @@ def test_a_llama_block_over_two_owners_needs_no_padding_at_all(block: tuple[int,
 def test_a_block_has_as_many_elements_as_its_shapes_say() -> None:
     layout = lay_out("block", decoder_block(*LLAMA_8B), shard_size=8)
     hidden, ffn, kv = LLAMA_8B
-    assert layout.used_numel == 2 * hidden * hidden + 2 * kv * hidden + 3 * ffn * hidden + 2 * hidden
+    assert (
+        layout.used_numel == 2 * hidden * hidden + 2 * kv * hidden + 3 * ffn * hidden + 2 * hidden
+    )
     assert layout.gathered_bytes == 2 * layout.numel
     assert layout.control_numel == 9
 
@@ -165,6 +167,24 @@ def test_matrices_whose_widths_have_no_common_row_get_a_segment_each() -> None:
     layout = lay_out("u", [spec(128, 101), spec(128, 103), spec(7)], shard_size=2)
     assert [{p.index for p in s.placements} for s in layout.segments] == [{0}, {1, 2}]
     assert layout.padding_numel < 2 * 103
+
+
+ROWS_OF_TEN = [spec(1, 10) for _ in range(15)]
+
+
+def test_parameters_of_half_a_chunk_waste_less_than_two_rows_and_a_step_per_owner() -> None:
+    layout = lay_out("u", ROWS_OF_TEN, shard_size=8)
+    assert layout.padding_numel < 8 * (2 * 10 + 1)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a chunk that is too small is enlarged by all that is missing"
+)
+def test_the_smallest_chunk_is_chosen_that_has_room_for_all() -> None:
+    """Two rows per owner fit fifteen rows on eight owners, with one row of padding."""
+    layout = lay_out("u", ROWS_OF_TEN, shard_size=8)
+    assert layout.segments[0].chunk_numel == 20
+    assert layout.padding_numel == 10
 
 
 def test_a_chunk_divides_evenly_over_the_replicas_it_is_reduced_over() -> None:

@@ -174,7 +174,9 @@ def test_frozen_parameters_take_no_gradient_space(case: Case) -> None:
 
 
 @given(cases(), st.data())
-def test_a_run_of_owners_holds_the_union_of_what_each_holds(case: Case, data: st.DataObject) -> None:
+def test_a_run_of_owners_holds_the_union_of_what_each_holds(
+    case: Case, data: st.DataObject
+) -> None:
     layout = case.layout
     first = data.draw(st.integers(0, layout.num_owners - 1))
     count = data.draw(st.integers(1, layout.num_owners - first))
@@ -235,7 +237,10 @@ def test_padding_does_not_grow_with_the_common_multiple_of_row_widths(case: Case
 
 
 @given(
-    st.integers(1, 40), st.lists(st.integers(1, 90), max_size=6), st.integers(0, 90), st.integers(1, 9)
+    st.integers(1, 40),
+    st.lists(st.integers(1, 90), max_size=6),
+    st.integers(0, 90),
+    st.integers(1, 9),
 )
 def test_padding_of_matrices_of_one_width_is_less_than_a_row_per_owner(
     width: int, heights: list[int], extra: int, num_owners: int

@@ -23,21 +23,16 @@ from shardwright.core.strategy import Gathered, Gradients
 
 @dataclass
 class Machine:
-    """Carries actions out and checks every one.
-
-    Attributes:
-        policy: The policy, whose actions these are.
-    """
+    """Carries actions out and checks every one."""
 
     policy: Policy
     open_windows: Counter[int] = field(default_factory=Counter)
     content: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot: unit, version
     version: list[int] = field(default_factory=list)
     over_replicas: list[int] = field(default_factory=list)  # version gathered over replicas
-    ahead: set[int] = field(default_factory=set)
-    num_ahead: int = 0
+    ahead: set[int] = field(default_factory=set)  # gathered and not yet used
+    num_ahead: int = 0  # in all
     unreduced: set[int] = field(default_factory=set)  # has a gradient that is only local
-    ran: set[int] = field(default_factory=set)  # reached by a backward in this step
     reductions: Counter[int] = field(default_factory=Counter)  # of this step
     exits: Counter[int] = field(default_factory=Counter)  # backward exits of this step
     replications: Counter[int] = field(default_factory=Counter)  # of this step

@@ -5,6 +5,7 @@
     ├── LayoutError (ValueError)          parameters cannot be laid out as asked
     ├── LifecycleError (RuntimeError)     something was called in the wrong state or order
     ├── RankMismatchError (RuntimeError)  ranks disagree about model, settings or schedule
+    ├── RankFailedError (RuntimeError)    another rank raised, died or never came
     ├── CheckpointError (RuntimeError)    a checkpoint is torn, foreign or does not match
     ├── PlanInfeasible (ValueError)       nothing fits the request; says the nearest that does
     └── LaunchError (RuntimeError)        a launched rank failed; carries its report
@@ -23,6 +24,7 @@ __all__ = [
     "LayoutError",
     "LifecycleError",
     "PlanInfeasible",
+    "RankFailedError",
     "RankMismatchError",
     "ShardwrightError",
     "SpecError",
@@ -48,6 +50,10 @@ class LifecycleError(ShardwrightError, RuntimeError):
 
 class RankMismatchError(ShardwrightError, RuntimeError):
     """Ranks disagree about the model, the settings or the schedule."""
+
+
+class RankFailedError(ShardwrightError, RuntimeError):
+    """Another rank raised alone, died or never came; the message names it."""
 
 
 class CheckpointError(ShardwrightError, RuntimeError):

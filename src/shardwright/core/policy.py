@@ -279,6 +279,10 @@ class Policy:
         """Whether a forward or backward window of the unit is open."""
         return self._windows[unit] > 0
 
+    def is_any_open(self) -> bool:
+        """Whether any window is open."""
+        return any(self._windows)
+
     def is_held(self, unit: int) -> bool:
         """Whether the unit is unsharded, or being gathered."""
         return self._held[unit]

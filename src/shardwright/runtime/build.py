@@ -17,6 +17,7 @@ from shardwright.core.volume import UnitTraffic
 from shardwright.runtime.blueprint import Blueprint, check_model, describe_for_agreement, draw
 from shardwright.runtime.buffers import Buffers
 from shardwright.runtime.engine import Engine
+from shardwright.runtime.failure import Waiting
 from shardwright.runtime.gradients import GradientReducer
 from shardwright.runtime.install import install
 from shardwright.runtime.lanes import Lanes
@@ -226,11 +227,14 @@ def _assemble(
     )
     lanes = Lanes(mesh.device, len(units), len(slots))
     ledger = Ledger()
+    waiting = Waiting(ledger, mesh.monitor)
     reducer = GradientReducer(
         num_data_ranks=mesh.data_size,
         max_in_flight=settings.reduce_in_flight,
         lanes=lanes,
         ledger=ledger,
+        monitor=mesh.monitor,
+        waiting=waiting,
     )
     engine = Engine(
         model=model,
@@ -239,6 +243,7 @@ def _assemble(
         lanes=lanes,
         reducer=reducer,
         ledger=ledger,
+        waiting=waiting,
         buffers=buffers,
         slots=slots,
         transport=transport,
@@ -266,6 +271,7 @@ def _assemble(
             replicas=topology.replicate.size,
             optimizers=watch.optimizers,
             units=lambda: engine.units,
+            is_held=policy.is_held,
         )
     )
     install(model, engine, direct_gradients=settings.direct_gradients)

@@ -10,6 +10,7 @@ from shardwright.core.errors import SpecError
 from shardwright.runtime.engine import Engine
 from shardwright.runtime.transport.base import Axis
 from shardwright.runtime.transport.control import gather_stack
+from shardwright.runtime.units import ROOT
 
 __all__ = ["clip_gradients"]
 
@@ -39,7 +40,8 @@ def clip_gradients(
     gradients = [p.grad for unit in engine.units for p in unit.parameters if p.grad is not None]
     local = _partial_norm(gradients, norm_type, engine.buffers.device)
     for axis in _owner_axes(engine):
-        stacked = gather_stack(local, axis)
+        with engine.waiting("all_gather of norms", ROOT):
+            stacked = gather_stack(local, axis)
         local = stacked.amax(0) if math.isinf(norm_type) else stacked.sum(0)
     norm = local if math.isinf(norm_type) else local ** (1.0 / norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):

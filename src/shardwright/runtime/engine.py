@@ -24,6 +24,7 @@ from shardwright.core.policy import REPLICATE, Action, Op, Policy
 from shardwright.core.strategy import Strategy
 from shardwright.runtime.autograd import BackwardHook, Call, make_aliases, watch_outputs
 from shardwright.runtime.buffers import Buffers
+from shardwright.runtime.failure import Waiting
 from shardwright.runtime.gradients import GradientReducer
 from shardwright.runtime.lanes import Lanes
 from shardwright.runtime.ledger import Ledger
@@ -64,6 +65,7 @@ class Engine:
         lanes: Streams.
         reducer: Takes gradients from autograd to the shards.
         ledger: Counts.
+        waiting: Wraps every wait for other ranks.
         buffers: Owns the memory.
         slots: The parameter slots, flat uint8; grows when units are found to overlap.
         transport: Prepares operations for units that move.
@@ -81,6 +83,7 @@ class Engine:
         lanes: Lanes,
         reducer: GradientReducer,
         ledger: Ledger,
+        waiting: Waiting,
         buffers: Buffers,
         slots: list[torch.Tensor],
         transport: Transport,
@@ -94,6 +97,8 @@ class Engine:
         self.lanes = lanes
         self.reducer = reducer
         self.ledger = ledger
+        self.monitor = mesh.monitor
+        self.waiting = waiting
         self.buffers = buffers
         self.slots = slots
         self.transport = transport
@@ -143,11 +148,12 @@ class Engine:
         Lane: compute. Waits: for the unit's gather. Signals: the release of its slot.
         """
         if self._backward_tasks and torch._C._current_graph_task_id() == -1:
-            self.abort()  # the last backward raised before its end
+            self._recover_from_backward()
         if unit.is_shadowed or unit.is_unsharded_by_user:
             return inner(*args, **kwargs)  # re-entered, or recomputed inside its own backward
         self._make_room(unit)
         is_root = unit.index == 0
+        is_outermost = not self.policy.is_any_open()
         if is_root:
             self.ledger.pass_begins(expects_backward=torch.is_grad_enabled())
             if self.precision.param is not None:
@@ -161,11 +167,13 @@ class Engine:
                 outputs = inner(*args, **kwargs)
             finally:
                 unit.unshadow()
-        except BaseException:
+        except BaseException as error:
             if self._backward_tasks:  # recomputation, which ends early by raising
                 self._execute(self.policy.forward_exit(unit.index, expects_backward=False))
             else:
                 self.abort()
+                if is_outermost and isinstance(error, Exception):
+                    self.monitor.failed_here(error, "forward", unit.name)
             raise
         if is_root and self.precision.output is not None:
             outputs = cast_floating(outputs, self.precision.output)
@@ -177,6 +185,14 @@ class Engine:
             call.expect_backward()
         self._execute(self.policy.forward_exit(unit.index, expects_backward=expects_backward))
         return outputs
+
+    def _recover_from_backward(self) -> None:
+        """Start afresh after a backward that raised before its end, if all ranks' did."""
+        self.abort()
+        error = RuntimeError("the last backward ended early")
+        self.monitor.failed_here(error, "backward", self.units[0].name)
+        if self.monitor.broken is not None:
+            raise self.monitor.broken
 
     def _make_room(self, unit: ShardedUnit) -> None:
         """Give a unit a slot of its own where another that is open now holds the shared one."""
@@ -273,8 +289,9 @@ class Engine:
         self.reducer.check_complete()
         self.lanes.step_waits_for_gathers()
         for unit in self.units:
-            unit.gather.release()
-            unit.gather_over_replicas.release()
+            with self.waiting("all_gather", unit.name):
+                unit.gather.release()
+                unit.gather_over_replicas.release()
 
     def after_step(self, changed: Sequence[int]) -> None:
         """Forget gathered values of the units an optimizer, or the user, changed."""
@@ -327,22 +344,26 @@ class Engine:
             return
         lanes = self.lanes
         if action.axis == REPLICATE:
-            with lanes.replicate():
+            with (
+                lanes.replicate(),
+                self.waiting("all_gather over replicas", unit.name, is_timed=False),
+            ):
                 lanes.replicate_waits_for_step()
                 unit.refresh()
                 unit.gather_over_replicas.start()
                 lanes.replicas_gathered(unit.index)
             unit.is_gathering_over_replicas = True
             self.ledger.count("all_gather", REPLICATE, unit, unit.gather_over_replicas)
+            self.monitor.issued("all_gather over replicas", unit.name)
             return
         busy = self._gathering_in_slot.get(unit.slot)
         if busy is not None:
             self._finish_gather(busy)
         if unit.is_gathering_over_replicas:
-            with self.ledger.waiting():
+            with self.waiting("all_gather over replicas", unit.name):
                 unit.gather_over_replicas.finish()
             unit.is_gathering_over_replicas = False
-        with lanes.gather():
+        with lanes.gather(), self.waiting("all_gather", unit.name, is_timed=False):
             lanes.gather_waits_for_release(unit.slot)
             lanes.gather_waits_for_step()
             lanes.gather_waits_for_replicas(unit.index)
@@ -352,6 +373,7 @@ class Engine:
         unit.is_gathering = True
         self._gathering_in_slot[unit.slot] = unit
         self.ledger.count("all_gather", "shard", unit, unit.gather)
+        self.monitor.issued("all_gather", unit.name)
 
     def _await_parameters(self, unit: ShardedUnit, _: Action) -> None:
         self._finish_gather(unit)
@@ -367,7 +389,7 @@ class Engine:
 
     def _finish_gather(self, unit: ShardedUnit) -> None:
         if unit.is_gathering:
-            with self.ledger.waiting():
+            with self.waiting("all_gather", unit.name):
                 unit.gather.finish()
             unit.is_gathering = False
             self._gathering_in_slot.pop(unit.slot, None)

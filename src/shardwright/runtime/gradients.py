@@ -18,6 +18,7 @@ import torch
 
 from shardwright.core.errors import LifecycleError
 from shardwright.core.strategy import Gradients
+from shardwright.runtime.failure import FailureMonitor, Waiting
 from shardwright.runtime.lanes import Lanes
 from shardwright.runtime.ledger import Ledger
 from shardwright.runtime.unit import ShardedUnit
@@ -33,17 +34,28 @@ class GradientReducer:
         num_data_ranks: Ranks whose losses are averaged.
         max_in_flight: Reductions left unfinished while another unit computes.
         lanes: Streams.
-        ledger: Counts bytes and waits.
+        ledger: Counts bytes.
+        monitor: Told what is started.
+        waiting: Wraps every wait for other ranks.
     """
 
     def __init__(
-        self, *, num_data_ranks: int, max_in_flight: int, lanes: Lanes, ledger: Ledger
+        self,
+        *,
+        num_data_ranks: int,
+        max_in_flight: int,
+        lanes: Lanes,
+        ledger: Ledger,
+        monitor: FailureMonitor,
+        waiting: Waiting,
     ) -> None:
         self._scale = 1.0 / num_data_ranks
         self._max_in_flight = max_in_flight
         self._waiting_for_last: dict[UnitGradients, None] = {}
         self._lanes = lanes
         self._ledger = ledger
+        self._monitor = monitor
+        self._waiting = waiting
         self._user_of_buffer: dict[int, UnitGradients] = {}
         self._user_of_staging: dict[int, UnitGradients] = {}
         self._user_of_replicate_staging: dict[int, UnitGradients] = {}
@@ -66,7 +78,8 @@ class GradientReducer:
             self._settle_through(user)
             if user.casts_to_reduce:
                 self._finish_replicate(user)
-            user.reduce.release()
+            with self._waiting("reduce_scatter", user.unit.name):
+                user.reduce.release()
             self._lanes.compute_waits_for_reduce(user.unit.index)
         self._finish_replicate(gradient)
         self._user_of_buffer[gradient.slot] = gradient
@@ -129,10 +142,11 @@ class GradientReducer:
         gradient.is_reduced = gradient.home is Gradients.WHOLE
         lanes = self._lanes
         lanes.compute_wrote_gradient(unit.index)
-        with lanes.reduce():
+        with lanes.reduce(), self._waiting("reduce_scatter", unit.name, is_timed=False):
             lanes.reduce_waits_for_gradient(unit.index)
             gradient.reduce.start()
         self._ledger.count("reduce_scatter", "shard", unit, gradient.reduce)
+        self._monitor.issued("reduce_scatter", unit.name)
         self._reducing.append(gradient)
         if lanes.is_async or unit.topology.reduce.size == 1:
             self._settle_through(gradient)
@@ -157,7 +171,7 @@ class GradientReducer:
 
     def _settle(self, gradient: UnitGradients) -> None:
         lanes = self._lanes
-        with lanes.reduce(), self._ledger.waiting():
+        with lanes.reduce(), self._waiting("reduce_scatter", gradient.unit.name):
             gradient.reduce.finish(accumulate=gradient.accumulates)
             lanes.reduce_finished(gradient.unit.index)
         gradient.has_sums = True
@@ -172,15 +186,16 @@ class GradientReducer:
             self._finish_replicate(user)
         self._user_of_replicate_staging[gradient.replicate_staging_slot] = gradient
         lanes, unit = self._lanes, gradient.unit
-        with self._ledger.waiting():
+        with self._waiting("all_reduce", unit.name):
             for other in self._replicating:
                 other.replicate.advance()
-        with lanes.replicate():
+        with lanes.replicate(), self._waiting("all_reduce", unit.name, is_timed=False):
             lanes.replicate_waits_for_reduce(unit.index)
             _copy_all(gradient.casts_to_reduce)
             gradient.replicate.start()
         kind = "reduce_scatter" if unit.layout.owners_per_shard > 1 else "all_reduce"
         self._ledger.count(kind, "replicate", unit, gradient.replicate)
+        self._monitor.issued(f"{kind} over replicas", unit.name)
         self._replicating.append(gradient)
         if lanes.is_async:
             self._finish_replicate(gradient)
@@ -190,7 +205,7 @@ class GradientReducer:
             return
         self._replicating.remove(gradient)
         lanes = self._lanes
-        with lanes.replicate(), self._ledger.waiting():
+        with lanes.replicate(), self._waiting("all_reduce", gradient.unit.name):
             gradient.replicate.finish()
             _copy_all(gradient.casts_back)
             gradient.replicate.release()
@@ -206,7 +221,7 @@ class GradientReducer:
         """
         while self._reducing:
             self._settle(self._reducing.popleft())
-        with self._ledger.waiting():
+        with self._waiting("all_reduce", "(all)"):
             for gradient in self._replicating:
                 gradient.replicate.advance()
         while self._replicating:

@@ -126,22 +126,6 @@ class Reconciliation:
         return "\n".join(lines)
 
 
-class _Waiting:
-    """Adds the time spent inside it to the ledger."""
-
-    __slots__ = ("_ledger", "_started")
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._started = 0.0
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._ledger.wait_s += time.perf_counter() - self._started
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
 class LedgerSources:
     """Where the ledger looks things up."""
@@ -153,6 +137,7 @@ class LedgerSources:
     replicas: int
     optimizers: Callable[[], Iterator[torch.optim.Optimizer]]
     units: Callable[[], list[ShardedUnit]]
+    is_held: Callable[[int], bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -187,7 +172,6 @@ class Ledger:
         self._is_changed = True
         self._sources: LedgerSources | None = None
         self._open = _Open()
-        self._waiting = _Waiting(self)
         self._requested: dict[tuple[str, str], int] = {}
 
     def attach(self, sources: LedgerSources) -> None:
@@ -195,10 +179,6 @@ class Ledger:
         self._sources = sources
 
     # Events, called by the engine
-
-    def waiting(self) -> _Waiting:
-        """Time what runs inside as waiting for communication; not re-entrant."""
-        return self._waiting
 
     def count(self, collective: str, axis: str, unit: ShardedUnit, operation: Operation) -> None:
         """Count one start of an operation."""
@@ -283,6 +263,16 @@ class Ledger:
         computed = sources.plan.bytes_by_category
         computed["optimizer_state"] = self._computed_optimizer_state_bytes()
         return computed
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of parameters that are gathered now, or being gathered, on this rank."""
+        sources = self._require_sources()
+        return sum(
+            unit.layout.gathered_bytes
+            for unit in sources.units()
+            if unit.parameters and sources.is_held(unit.index)
+        )
 
     def sent_by_collective(self) -> dict[tuple[str, str], int]:
         """Bytes sent by this rank, per ``(collective, axis)``."""

@@ -15,8 +15,10 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwright.core.errors import SpecError
+from shardwright.runtime.failure import FailureMonitor
 from shardwright.runtime.transport.base import Axis
 
 __all__ = ["Mesh", "init_mesh"]
@@ -36,6 +38,7 @@ class Mesh:
         reduce_axis: The shard axis again, with a communicator of its own for reductions.
         replicate_axis: The replicate axis.
         data_axis: Both data axes in one: all ranks that see different data.
+        monitor: Makes one rank's failure every rank's error.
     """
 
     replicate: int
@@ -47,6 +50,7 @@ class Mesh:
     reduce_axis: Axis
     replicate_axis: Axis
     data_axis: Axis
+    monitor: FailureMonitor
 
     @property
     def world_size(self) -> int:
@@ -125,13 +129,22 @@ def init_mesh(
         for members in ranks_along(axis):
             group = dist.new_group(members, timeout=timeout)
             if rank in members:
-                mine = Axis(name=axis, size=size, rank=members.index(rank), group=group)
+                mine = Axis(
+                    name=axis,
+                    size=size,
+                    rank=members.index(rank),
+                    group=group,
+                    members=tuple(members),
+                )
         assert mine is not None, f"rank {rank} is on no {axis} group"
         return mine
 
     shard_axis = make("shard", shards)
     # NCCL serialises calls on one communicator, so reductions get their own; gloo does not.
     needs_own = chosen.type == "cuda" and shards > 1
+    reduce_axis = make("shard", shards) if needs_own else shard_axis
+    replicate_axis = make("replicate", replicas)
+    data_axis = shard_axis if replicas == 1 else make("data", world)
     return Mesh(
         replicate=replicas,
         shard=shards,
@@ -139,10 +152,26 @@ def init_mesh(
         pipeline=pipeline,
         device=chosen,
         shard_axis=shard_axis,
-        reduce_axis=make("shard", shards) if needs_own else shard_axis,
-        replicate_axis=make("replicate", replicas),
-        data_axis=shard_axis if replicas == 1 else make("data", world),
+        reduce_axis=reduce_axis,
+        replicate_axis=replicate_axis,
+        data_axis=data_axis,
+        monitor=FailureMonitor(
+            store=_rendezvous_store(),
+            rank=rank,
+            world_size=world,
+            axes=(shard_axis, reduce_axis, replicate_axis, data_axis),
+        ),
     )
+
+
+def _rendezvous_store() -> Store | None:
+    """The store ranks met at, under a name of its own for each mesh; None for one rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    # Every rank makes its meshes in the same order, so each counts to the same number.
+    number = store.add(f"shardwright/meshes/{dist.get_rank()}", 1)
+    return PrefixStore(f"shardwright/mesh{number}", store)
 
 
 def _choose_device(device: torch.device | str | None) -> torch.device:

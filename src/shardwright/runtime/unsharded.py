@@ -81,9 +81,10 @@ def _gather(engine: Engine, unit: ShardedUnit) -> list[nn.Parameter]:
         replicate = Axis(name="replicate", size=1, rank=0, group=None)
     for pieces, axis in ((over_replicas, replicate), (over_shards, topology.shard)):
         operation = engine.transport.all_gather(pieces, axis, _TAG + unit.index)
-        operation.start()
-        operation.finish()
-        operation.release()
+        with engine.waiting(_COLLECTIVE, unit.name):
+            operation.start()
+            operation.finish()
+            operation.release()
         if axis.size > 1:
             engine.ledger.count(_COLLECTIVE, axis.name, unit, operation)
             own_bytes = sum(p.own.numel() * p.own.element_size() for p in pieces)

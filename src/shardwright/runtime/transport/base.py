@@ -29,12 +29,14 @@ class Axis:
         size: Ranks along it.
         rank: This rank's place along it.
         group: Process group of those ranks; None where `size` is 1.
+        members: Their ranks in the world, in order.
     """
 
     name: str
     size: int
     rank: int
     group: dist.ProcessGroup | None
+    members: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

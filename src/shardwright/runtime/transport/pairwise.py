@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from shardwright.runtime.failure import PeerLost
 from shardwright.runtime.transport.base import Axis, NoOperation, Operation, Piece, chunk_of
 
 __all__ = ["PairwiseTransport"]
@@ -37,7 +38,7 @@ class PairwiseTransport:
                 if p.own.numel():
                     sends.append((peer, p.own))
                     receives.append((peer, chunk_of(p.whole, axis.size, peer)))
-        return _Gather(_Exchange(axis.group, tag, sends, receives), NoOperation(local))
+        return _Gather(_Exchange(axis, tag, sends, receives), NoOperation(local))
 
     def reduce_scatter(
         self, pieces: Sequence[Piece], axis: Axis, tag: int, staging: torch.Tensor | None
@@ -56,7 +57,7 @@ class PairwiseTransport:
                 sends.append((peer, chunk_of(p.whole, axis.size, peer)))
                 receives.append((peer, view))
                 received[i].append(view)
-        exchange = _Exchange(axis.group, tag, sends, receives)
+        exchange = _Exchange(axis, tag, sends, receives)
         return _ReduceScatter(
             exchange, [(own, chunk, r) for (own, chunk), r in zip(sums, received, strict=True)]
         )
@@ -79,32 +80,41 @@ class _Exchange:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        axis: Axis,
         tag: int,
         sends: Sequence[_Route],
         receives: Sequence[_Route],
     ) -> None:
-        self._group, self._tag = group, tag
+        assert axis.group is not None, "an axis of one rank exchanges nothing"
+        self._axis, self._group, self._tag = axis, axis.group, tag
         self._sends = [(peer, [view]) for peer, view in sends]
         self._receives = [(peer, [view]) for peer, view in receives]
-        self._sending: list[dist.Work] = []
-        self._receiving: list[dist.Work] = []
+        self._sending: list[tuple[int, dist.Work]] = []
+        self._receiving: list[tuple[int, dist.Work]] = []
         self.sent_bytes = sum(v.numel() * v.element_size() for _, v in sends)
 
     def start(self) -> None:
         group, tag = self._group, self._tag
-        self._receiving = [group.recv(view, peer, tag) for peer, view in self._receives]
-        self._sending += [group.send(view, peer, tag) for peer, view in self._sends]
+        try:
+            self._receiving = [(p, group.recv(view, p, tag)) for p, view in self._receives]
+            self._sending += [(p, group.send(view, p, tag)) for p, view in self._sends]
+        except RuntimeError as error:
+            raise PeerLost(self._axis, None, error) from error
 
     def wait_received(self) -> None:
         receiving, self._receiving = self._receiving, []
-        for work in receiving:
-            work.wait()
+        self._wait(receiving)
 
     def wait_sent(self) -> None:
         sending, self._sending = self._sending, []
-        for work in sending:
-            work.wait()
+        self._wait(sending)
+
+    def _wait(self, works: list[tuple[int, dist.Work]]) -> None:
+        for peer, work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise PeerLost(self._axis, peer, error) from error
 
 
 class _OnePart:
