@@ -177,9 +177,6 @@ def test_parameters_of_half_a_chunk_waste_less_than_two_rows_and_a_step_per_owne
     assert layout.padding_numel < 8 * (2 * 10 + 1)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a chunk that is too small is enlarged by all that is missing"
-)
 def test_the_smallest_chunk_is_chosen_that_has_room_for_all() -> None:
     """Two rows per owner fit fifteen rows on eight owners, with one row of padding."""
     layout = lay_out("u", ROWS_OF_TEN, shard_size=8)

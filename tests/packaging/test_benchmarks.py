@@ -45,9 +45,7 @@ def test_arms_that_compute_other_losses_are_refused() -> None:
     other = [rank_run([1.0, 2.0], []), rank_run([3.0, 2.0002], [])]
     require_equal_losses("a", {"torch DDP": [same], "FSDP2 zero3": [same]})
     require_equal_losses("a", {"torch DDP": [same], "one process": [other[:1]]})
-    with pytest.raises(
-        SystemExit, match=r"found 2\.000\d+ from 'FSDP2 zero3' and 2\.0 .* step 1"
-    ):
+    with pytest.raises(SystemExit, match=r"found 2\.000\d+ from 'FSDP2 zero3' and 2\.0 .* step 1"):
         require_equal_losses("a", {"torch DDP": [same], "FSDP2 zero3": [other]})
 
 

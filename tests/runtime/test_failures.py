@@ -53,9 +53,7 @@ def test_a_slow_rank_is_waited_for(pool: RankPool, phase: str) -> None:
 def test_if_all_ranks_raise_training_goes_on_and_nothing_stays_gathered(
     pool: RankPool, strategy: str, phase: str
 ) -> None:
-    for difference, held in pool.run(
-        3, faults.all_raise_and_go_on, strategy=strategy, phase=phase
-    ):
+    for difference, held in pool.run(3, faults.all_raise_and_go_on, strategy=strategy, phase=phase):
         assert difference <= 1e-12
         if strategy in ("zero2", "zero3"):
             assert held == 0

@@ -262,6 +262,23 @@ class Pair(nn.Module):
         return self.two(self.one(x) @ self.mix) @ self.mix
 
 
+class HandsOn(nn.Module):
+    """Returns the very tensor that its inner unit returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+        self.bias = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x + self.bias)
+
+
+class HandsOutputsOn(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(HandsOn(), HandsOn(), Block(), HandsOn())
+
+
 class NestedUnits(Stack):
     def __init__(self) -> None:
         super().__init__()
@@ -443,6 +460,7 @@ SCENARIOS: dict[str, Scenario] = {
     "writes into view outputs": Scenario(model=WritesIntoViewsReturned),
     "weight as output": Scenario(model=HandsWeightsOut),
     "nested units": Scenario(model=NestedUnits, units=(Pair, Block)),
+    "outputs handed on": Scenario(model=HandsOutputsOn, units=(HandsOn, Block)),
     "norm shared between units": Scenario(model=SharesANormBetweenUnits),
     "block shared": Scenario(model=SharesABlock),
     "LSTM": Scenario(model=Recurrent),

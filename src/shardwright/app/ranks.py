@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from shardwright.core.errors import RankMismatchError
+from shardwright.runtime.transport.control import gather_stack, sum_over
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ class DataRanks:
             mesh: From `sw.init_mesh`.
         """
         self._device = mesh.device
-        self._group = mesh.data_axis.group
+        self._axis = mesh.data_axis
         self.rank = mesh.data_rank
         self.size = mesh.data_size
 
@@ -46,8 +46,7 @@ class DataRanks:
         if self.size == 1:
             return list(values)
         packed = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.all_reduce(packed, group=self._group)
-        return [float(value) for value in packed.tolist()]
+        return [float(value) for value in sum_over(packed, self._axis).tolist()]
 
     def require_equal(self, what: str, fingerprint: str, remedy: str) -> None:
         """Raise on all ranks unless all have the same fingerprint. Collective.
@@ -63,9 +62,7 @@ class DataRanks:
         if self.size == 1:
             return
         mine = torch.tensor([int(fingerprint[:15], 16)], dtype=torch.int64, device=self._device)
-        gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(gathered, mine, group=self._group)
-        values = [int(value.item()) for value in gathered]
+        values = [int(value) for value in gather_stack(mine, self._axis).flatten().tolist()]
         different = [rank for rank, value in enumerate(values) if value != values[0]]
         if different:
             raise RankMismatchError(

@@ -22,6 +22,7 @@ Shapes and offsets are in elements. Used by the engine, the planner and checkpoi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -37,8 +38,14 @@ ITEMSIZE: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16"
 _SINGLE_SEGMENT_PADDING = 1 / 128
 """Share of padding below which one segment is taken without trying one per row width."""
 
+_ALIGNMENT_PADDING = 1 / 1024
+"""Share of padding that aligned chunks may cost."""
+
 _ALIGNMENT_NUMEL = 64
 """Parameters whose size is a multiple of this come first, so that odd ones misalign nobody."""
+
+_SMALL_STEPS = 64
+"""Chunk sizes tried one by one before larger jumps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,7 +268,9 @@ def lay_out(
             many replicas divides evenly.
 
     Returns:
-        The layout; padding is less than one row per owner and segment.
+        The layout. A segment's padding is less than two of its widest rows per owner, plus what
+        makes its chunks a whole number of rows of every parameter larger than a chunk; with one
+        row width, less than one row per owner.
 
     Raises:
         LayoutError: There are no parameters, or a size is below 1.
@@ -354,13 +363,20 @@ def _pack(
     step = math.lcm(
         multiple, *(parameters[i].row_numel for i in order if parameters[i].numel > least)
     )
+    aligned = math.lcm(step, _ALIGNMENT_NUMEL)
+    if aligned * num_owners <= total * _ALIGNMENT_PADDING:
+        step = aligned
     chunk = max(_round_up(least, step), step)
-    while True:
+    starts: list[tuple[int, int]] = []
+    for attempt in itertools.count():
         starts, end = _place(parameters, order, chunk)
         missing = end - chunk * num_owners
         if missing <= 0:
-            return chunk, starts
-        chunk += _round_up(-(-missing // num_owners), step)
+            break
+        # Small steps find the smallest chunk; tiny rows with many owners would take too many.
+        is_near = attempt < _SMALL_STEPS
+        chunk += step if is_near else _round_up(-(-missing // num_owners), step)
+    return chunk, starts
 
 
 def _place(

@@ -15,8 +15,9 @@ of a micro-batch don't depend on the one before it.
 
 [Note: order of backward] Autograd runs, of the nodes that are ready, the one created last. A node
 waits only for nodes created after it. So when backward enters a unit, everything created after
-that unit's forward has run: windows still open belong to units that enclose it, or to units whose
-parameters get no gradient (frozen, unused, or not asked for), which nothing else would close.
+that unit's forward has run: windows still open belong to units that enclose it, to units inside it
+whose output is its own, or to units whose parameters get no gradient (frozen, unused, or not asked
+for), which nothing else would close.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Action:
     def parse(cls, text: str) -> Action:
         """Read what `str` wrote."""
         try:
-            micro_batch, op, unit, axis = text.split(":")
+            micro_batch, op, rest = text.split(":", 2)
+            unit, axis = rest.rsplit(":", 1)
             return cls(Op(op), unit, axis, int(micro_batch))
         except ValueError as error:
             raise SpecError(
@@ -155,8 +157,11 @@ class Policy:
         self._unreplicated = [False] * n  # reduced over shards, not yet over replicas
         self._stale_over_replicas = [settings.optimizer_over_replicas] * n
         self._slot_unit: dict[int, int] = {}
-        self._sequence: list[int] = []  # units in order of their last forward pass
-        self._previous: list[int] = []
+        self._sequence: list[int] = []  # units as their forwards began in this pass
+        self._previous: list[int] = []  # the same of the pass before
+        self._exits: list[int] = []  # units as their forwards ended: backward runs them in reverse
+        self._backward_position = 0  # calls in `_exits` that backward has not reached yet
+        self._awaits_backward = [False] * n
         self._enclosing = [self._find_ancestors(i) for i in range(n)]
 
     # Events
@@ -189,8 +194,12 @@ class Policy:
         """
         out: list[Action] = []
         self._windows[unit] -= 1
-        if expects_backward and self.units[unit].trainable:
-            self._unreduced[unit] = True
+        if not any(self._in_backward):
+            self._exits.append(unit)
+            self._backward_position = len(self._exits)
+        if expects_backward:
+            self._awaits_backward[unit] = True
+            self._unreduced[unit] = self._unreduced[unit] or self.units[unit].trainable
         if self._windows[unit] == 0:
             keeps = self.units[unit].gathered
             if keeps is Gathered.USE or (keeps is Gathered.BACKWARD and not expects_backward):
@@ -206,9 +215,11 @@ class Policy:
         out: list[Action] = []
         self._close_finished(unit, out)
         self._in_backward[unit] = True
+        self._awaits_backward[unit] = False
+        self._find_in_exits(unit)
         self._open(unit, out)
         if not self.settings.backward_prefetch_after:
-            self._prefetch(self._preceding(unit), self.settings.backward_prefetch, out)
+            self._prefetch(self._preceding(), self.settings.backward_prefetch, out)
         out.append(self._action(Op.BACKWARD, unit))
         return self._record(out)
 
@@ -228,9 +239,10 @@ class Policy:
             self._reduce(unit, out)
         if ends_unit:
             self._replicate(unit, out)
-        self._close_backward(unit, out)
+        keeps = self.units[unit].gathered is Gathered.BACKWARD and not is_last_call
+        self._close_backward(unit, out, keeps=keeps)
         if self.settings.backward_prefetch_after:
-            self._prefetch(self._preceding(unit), self.settings.backward_prefetch, out)
+            self._prefetch(self._preceding(), self.settings.backward_prefetch, out)
         return self._record(out)
 
     def backward_end(self) -> list[Action]:
@@ -241,9 +253,11 @@ class Policy:
                 if self._unreduced[unit]:
                     self._reduce(unit, out)
                 self._replicate(unit, out)
-            if self._in_backward[unit]:
+            if self._in_backward[unit] or self._awaits_backward[unit]:
                 self._close_backward(unit, out)
+            self._awaits_backward[unit] = False
         self._drop_unused(out)
+        self._backward_position = len(self._exits)
         self.micro_batch = 0 if self.is_last_micro_batch else self.micro_batch + 1
         return self._record(out)
 
@@ -264,13 +278,19 @@ class Policy:
     def abort(self) -> None:
         """Forget open windows, gathered content and gradients, after an exception."""
         n = len(self.units)
-        for flags in (self._resident, self._held, self._in_flight, self._in_backward):
+        for flags in (
+            self._resident,
+            self._held,
+            self._in_flight,
+            self._in_backward,
+            self._awaits_backward,
+        ):
             flags[:] = [False] * n
         self._unreduced = [False] * n
         self._unreplicated = [False] * n
         self._windows = [0] * n
         self._slot_unit.clear()
-        self._sequence = []
+        self._sequence, self._exits, self._backward_position = [], [], 0
         self.micro_batch = 0
 
     # What the engine and the ledger ask
@@ -313,7 +333,8 @@ class Policy:
 
     def _start_pass(self, out: list[Action]) -> None:
         if self._sequence:
-            self._previous, self._sequence = self._sequence, []
+            self._previous, self._sequence, self._exits = self._sequence, [], []
+            self._backward_position = 0
         for unit, stale in enumerate(self._stale_over_replicas):
             if stale:
                 self._stale_over_replicas[unit] = False
@@ -338,6 +359,7 @@ class Policy:
             evicted = self._slot_unit.get(slot)
             if evicted is not None and evicted != unit:
                 self._resident[evicted] = self._held[evicted] = False
+                self._in_flight[evicted] = False
             self._slot_unit[slot] = unit
             self._resident[unit] = True
             out.append(self._action(Op.UNSHARD, unit, SHARD))
@@ -360,17 +382,19 @@ class Policy:
             self._unreplicated[unit] = False
             out.append(self._action(Op.REPLICATE, unit, REPLICATE))
 
-    def _close_backward(self, unit: int, out: list[Action]) -> None:
+    def _close_backward(self, unit: int, out: list[Action], *, keeps: bool = False) -> None:
         if self._in_backward[unit]:
             self._in_backward[unit] = False
             self._windows[unit] -= 1
-        if self._windows[unit] == 0 and self.units[unit].gathered is not Gathered.STEP:
+        keeps = keeps or self.units[unit].gathered is Gathered.STEP
+        if self._windows[unit] == 0 and not keeps:
             self._reshard(unit, out, forget=True)
 
     def _close_finished(self, entering: int, out: list[Action]) -> None:
         """Close backward windows that no gradient will close; see [Note: order of backward]."""
         for unit, is_in_backward in enumerate(self._in_backward):
-            if is_in_backward and unit not in self._enclosing[entering]:
+            is_related = unit in self._enclosing[entering] or entering in self._enclosing[unit]
+            if is_in_backward and not is_related:
                 self._close_backward(unit, out)
 
     def _drop_unused(self, out: list[Action]) -> None:
@@ -390,24 +414,31 @@ class Policy:
             position = previous.index(unit)
         return previous[position + 1 : position + 1 + self.settings.forward_prefetch]
 
-    def _preceding(self, unit: int) -> list[int]:
-        """Units that came before this one in the last forward pass, nearest first."""
-        sequence = self._sequence
-        if unit not in sequence:
-            return []
-        last = len(sequence) - 1 - sequence[::-1].index(unit)
-        before = sequence[max(0, last - self.settings.backward_prefetch) : last]
-        return before[::-1]
+    def _find_in_exits(self, unit: int) -> None:
+        """Note how far back in the forward pass backward has come."""
+        exits, position = self._exits, self._backward_position
+        while position > 0 and exits[position - 1] != unit:
+            position -= 1
+        if position > 0:
+            self._backward_position = position - 1
+
+    def _preceding(self) -> list[int]:
+        """Units whose forwards ended before the one backward has reached, nearest first."""
+        position = self._backward_position
+        return self._exits[max(0, position - self.settings.backward_prefetch) : position][::-1]
 
     def _prefetch(self, candidates: Iterable[int], distance: int, out: list[Action]) -> None:
         if not distance:
             return
+        wanted_sooner: set[int] = set()
         for unit in candidates:
-            if sum(self._in_flight) >= self.settings.max_in_flight:
+            slot = self.units[unit].slot
+            if sum(self._in_flight) >= self.settings.max_in_flight or slot in wanted_sooner:
                 return
+            wanted_sooner.add(slot)
             if self._resident[unit]:
                 continue
-            slot_unit = self._slot_unit.get(self.units[unit].slot)
+            slot_unit = self._slot_unit.get(slot)
             if slot_unit is not None and self._held[slot_unit]:
                 return
             self._unshard(unit, out)

@@ -84,16 +84,23 @@ def expected_traffic(
         over_replicas = shard_gradient_bytes // replicas * (replicas - 1)
         if layout.owners_per_shard > 1:
             owned_bytes = layout.gathered_bytes // layout.num_owners
-            add("all_gather", "replicate", counts.refreshes * owned_bytes * (replicas - 1))
+            refreshes = _num_refreshes(unit, counts)
+            add("all_gather", "replicate", refreshes * owned_bytes * (replicas - 1))
             add("reduce_scatter", "replicate", counts.synchronised * over_replicas)
         else:
             add("all_reduce", "replicate", counts.synchronised * 2 * over_replicas)
     return totals
 
 
+def _num_refreshes(unit: UnitTraffic, counts: PassCounts) -> int:
+    """Passes that began with changed values: the first, and those after a step, unless frozen."""
+    is_frozen = not unit.layout.trainable_segments
+    return min(counts.refreshes, 1) if is_frozen else counts.refreshes
+
+
 def _num_gathers(unit: UnitTraffic, counts: PassCounts) -> int:
     if unit.gathered is Gathered.STEP:
-        return counts.refreshes
+        return _num_refreshes(unit, counts)
     forwards = counts.training_forwards + counts.inference_forwards
     if unit.gathered is Gathered.BACKWARD or unit.is_resident_at_turn:
         return forwards

@@ -6,6 +6,7 @@ Both are free of side effects, so that ranks can agree on the outcome first.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -155,7 +156,7 @@ def _topology(strategy: Strategy, mesh: Mesh) -> Topology:
     if not strategy.shards_parameters:
         alone = Axis(name="shard", size=1, rank=0, group=None)
         data = mesh.data_axis
-        replicas = Axis(name="replicate", size=data.size, rank=data.rank, group=data.group)
+        replicas = dataclasses.replace(data, name="replicate")
         return Topology(shard=alone, reduce=alone, replicate=replicas, owners_per_shard=1)
     divided = strategy.optimizer_over_replicas
     return Topology(

@@ -5,7 +5,7 @@ One `Engine` serves one sharded model on one rank. A step runs through it like t
     run_forward ─ policy.forward_enter ─ UNSHARD, FORWARD ─ inner forward ─ policy.forward_exit
     backward_begins ─ policy.backward_enter ─ UNSHARD, BACKWARD
     gradients_ready ─ collect ─ policy.backward_exit ─ REDUCE, REPLICATE, RESHARD
-    _backward_ends ─ policy.backward_end ─ settle, scale, assign `.grad`
+    backward_ends ─ policy.backward_end ─ settle, scale, assign `.grad`
     before_step / after_step ─ policy.step
 
 Gradients are in `gradients.py`, tensors and operations in `unit.py`, streams in `lanes.py`.
@@ -13,6 +13,7 @@ Gradients are in `gradients.py`, tensors and operations in `unit.py`, streams in
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +54,24 @@ class UnitForward:
             "a sharded model cannot be deep-copied: its parameters are views of shared buffers. "
             "Copy it before sw.shard(), or copy full values inside sw.unsharded(model)."
         )
+
+
+class _BackwardEnd:
+    """Called when a backward has ended; dropped uncalled when it raised."""
+
+    __slots__ = ("_engine", "_is_called")
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._is_called = False
+
+    def __call__(self) -> None:
+        self._is_called = True
+        self._engine.backward_ends()
+
+    def __del__(self) -> None:
+        if not self._is_called:
+            self._engine.backward_broke()
 
 
 class Engine:
@@ -118,6 +137,8 @@ class Engine:
         self._anchor = torch.empty(0, device=buffers.device, requires_grad=True)
         self._open_calls: dict[int, list[Call]] = {u.index: [] for u in self.units}
         self._backward_tasks: list[int] = []
+        self._last_backward_unit = ""
+        self._reporting: threading.Thread | None = None
         self._gathering_in_slot: dict[int, ShardedUnit] = {}
         self._carry_out: dict[Op, Callable[[ShardedUnit, Action], None]] = {
             Op.UNSHARD: self._unshard,
@@ -189,8 +210,9 @@ class Engine:
     def _recover_from_backward(self) -> None:
         """Start afresh after a backward that raised before its end, if all ranks' did."""
         self.abort()
-        error = RuntimeError("the last backward ended early")
-        self.monitor.failed_here(error, "backward", self.units[0].name)
+        if self._reporting is not None:
+            self._reporting.join()
+            self._reporting = None
         if self.monitor.broken is not None:
             raise self.monitor.broken
 
@@ -223,6 +245,7 @@ class Engine:
                 "again."
             )
         self._note_backward()
+        self._last_backward_unit = unit.name
         is_first = not opened
         opened.append(call)
         if is_first:
@@ -266,9 +289,20 @@ class Engine:
         if task not in self._backward_tasks:
             self._backward_tasks.append(task)
             engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._backward_ends)
+            engine.queue_callback(_BackwardEnd(self))
 
-    def _backward_ends(self) -> None:
+    def backward_broke(self) -> None:
+        """A backward raised before its end: tell the other ranks, while the exception travels."""
+        if self._backward_tasks and self._reporting is None:
+            error = RuntimeError("see that rank's own output")
+            self._reporting = threading.Thread(
+                target=self.monitor.failed_here,
+                args=(error, "backward", self._last_backward_unit),
+                daemon=True,
+            )
+            self._reporting.start()
+
+    def backward_ends(self) -> None:
         """Settle what the hooks left open. Waits: for all reductions of this backward."""
         self._backward_tasks.pop()
         if self._backward_tasks:

@@ -295,9 +295,7 @@ def _look_repeatedly(reference: weakref.ref[FailureMonitor]) -> None:
         del monitor
 
 
-def _first_difference(
-    mine: dict[str, Any], theirs: dict[str, Any]
-) -> tuple[int, str, str] | None:
+def _first_difference(mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[int, str, str] | None:
     """First index both histories cover and disagree on, with what each did there."""
     first_mine = mine["count"] - len(mine["recent"])
     first_theirs = theirs["count"] - len(theirs["recent"])

@@ -11,7 +11,7 @@ from shardwright.core.errors import RankMismatchError, ShardwrightError
 from shardwright.runtime.transport.base import Axis
 from shardwright.runtime.transport.names import all_gather_single
 
-__all__ = ["agree", "broadcast_", "gather_stack"]
+__all__ = ["agree", "broadcast_", "gather_stack", "sum_over"]
 
 
 def agree(axis: Axis, lines: list[str], error: ShardwrightError | None, what: str) -> None:
@@ -60,6 +60,11 @@ def broadcast_(tensor: torch.Tensor, axis: Axis) -> None:
     """Replace a tensor's values by those of the axis's first rank."""
     if axis.group is not None:
         dist.broadcast(tensor, group=axis.group, group_src=0)
+
+
+def sum_over(values: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Add a small tensor over an axis, in rank order: the same bits on all ranks."""
+    return gather_stack(values, axis).sum(0)
 
 
 def gather_stack(value: torch.Tensor, axis: Axis) -> torch.Tensor:
