@@ -11,16 +11,11 @@ Four things can go wrong between ranks, and each ends here:
 - *A rank never comes.* The group's own timeout bounds the wait.
 
 The store is the rendezvous store: it works when collectives don't.
-
-[Note: ending a gloo group] A receive that times out closes all connections of its group, on both
-ends, and so fails every wait on it, here and on the peers. That is the only way to wake a thread
-that waits for gloo.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import json
 import threading
 import time
@@ -30,9 +25,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from shardwright.core.errors import RankFailedError, RankMismatchError, ShardwrightError
+from shardwright.runtime.transport.base import PeerLost
+from shardwright.runtime.transport.control import end_group
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -40,27 +35,12 @@ if TYPE_CHECKING:
     from shardwright.runtime.ledger import Ledger
     from shardwright.runtime.transport.base import Axis
 
-__all__ = ["FailureMonitor", "PeerLost", "Waiting"]
+__all__ = ["FailureMonitor", "Waiting"]
 
 _PATIENCE_S = 3.0
 _GRACE_S = 3.0
 _LOOK_EVERY_S = 0.5
 _RECENT = 64
-_ABORT_TAG = (1 << 30) + 7  # no unit uses it
-
-
-class PeerLost(RuntimeError):
-    """A transport could not reach one peer.
-
-    Args:
-        axis: Axis the peer is on.
-        peer: Its rank along it; None where it is not known.
-        error: What the backend said.
-    """
-
-    def __init__(self, axis: Axis, peer: int | None, error: BaseException) -> None:
-        super().__init__(str(error))
-        self.global_rank = -1 if peer is None else axis.members[peer]
 
 
 class FailureMonitor:
@@ -202,14 +182,7 @@ class FailureMonitor:
 
     def _end_groups(self) -> None:
         for axis in self._axes:
-            assert axis.group is not None, "axes of one rank were left out"
-            if torch.cuda.is_available() and "nccl" in str(axis.group.name()):
-                axis.group.abort()
-                continue
-            peer = (axis.rank + 1) % axis.size
-            with contextlib.suppress(RuntimeError):
-                group: Any = axis.group
-                group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(dt.timedelta(milliseconds=1))
+            end_group(axis)
 
     # The thread
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-__all__ = ["Axis", "NoOperation", "Operation", "Piece", "Transport", "chunk_of"]
+__all__ = ["Axis", "NoOperation", "Operation", "PeerLost", "Piece", "Transport", "chunk_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +50,20 @@ class Piece:
 
     whole: torch.Tensor
     own: torch.Tensor
+
+
+class PeerLost(RuntimeError):
+    """A transport could not reach one peer.
+
+    Args:
+        axis: Axis the peer is on.
+        peer: Its rank along it; None where it is not known.
+        error: What the backend said.
+    """
+
+    def __init__(self, axis: Axis, peer: int | None, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.global_rank = -1 if peer is None else axis.members[peer]
 
 
 def chunk_of(tensor: torch.Tensor, size: int, index: int) -> torch.Tensor:

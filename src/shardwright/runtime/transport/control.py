@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime as dt
 from typing import Any
 
 import torch
@@ -11,7 +13,9 @@ from shardwright.core.errors import RankMismatchError, ShardwrightError
 from shardwright.runtime.transport.base import Axis
 from shardwright.runtime.transport.names import all_gather_single
 
-__all__ = ["agree", "broadcast_", "gather_stack", "sum_over"]
+__all__ = ["agree", "broadcast_", "end_group", "gather_stack", "sum_over"]
+
+_ABORT_TAG = (1 << 30) + 7  # no unit uses it
 
 
 def agree(axis: Axis, lines: list[str], error: ShardwrightError | None, what: str) -> None:
@@ -60,6 +64,22 @@ def broadcast_(tensor: torch.Tensor, axis: Axis) -> None:
     """Replace a tensor's values by those of the axis's first rank."""
     if axis.group is not None:
         dist.broadcast(tensor, group=axis.group, group_src=0)
+
+
+def end_group(axis: Axis) -> None:
+    """Fail every wait on an axis's group, on this rank and its peers.
+
+    gloo knows no abort: but a receive that times out closes all connections of its group, on both
+    ends. That is the only way to wake a thread that waits for it.
+    """
+    if axis.group is None:
+        return
+    if "nccl" in axis.group.name():
+        axis.group.abort()
+        return
+    peer = (axis.rank + 1) % axis.size
+    with contextlib.suppress(RuntimeError):
+        axis.group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(dt.timedelta(milliseconds=1))
 
 
 def sum_over(values: torch.Tensor, axis: Axis) -> torch.Tensor:

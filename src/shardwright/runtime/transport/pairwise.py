@@ -12,8 +12,14 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shardwright.runtime.failure import PeerLost
-from shardwright.runtime.transport.base import Axis, NoOperation, Operation, Piece, chunk_of
+from shardwright.runtime.transport.base import (
+    Axis,
+    NoOperation,
+    Operation,
+    PeerLost,
+    Piece,
+    chunk_of,
+)
 
 __all__ = ["PairwiseTransport"]
 
