@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from shardwright.app.launch import launch
     from shardwright.runtime.api import (
         accumulate,
+        checkpoint_activations,
         clip_grad_norm_,
         describe,
         ledger,
         shard,
+        unshard_,
         unsharded,
     )
     from shardwright.runtime.ledger import Ledger
@@ -50,12 +52,14 @@ __all__ = [
     "SpecError",
     "__version__",
     "accumulate",
+    "checkpoint_activations",
     "clip_grad_norm_",
     "describe",
     "init_mesh",
     "launch",
     "ledger",
     "shard",
+    "unshard_",
     "unsharded",
 ]
 
@@ -64,12 +68,14 @@ _HOMES = {
     "Mesh": "shardwright.runtime.mesh",
     "Precision": "shardwright.runtime.precision",
     "accumulate": "shardwright.runtime.api",
+    "checkpoint_activations": "shardwright.runtime.api",
     "clip_grad_norm_": "shardwright.runtime.api",
     "describe": "shardwright.runtime.api",
     "init_mesh": "shardwright.runtime.mesh",
     "launch": "shardwright.app.launch",
     "ledger": "shardwright.runtime.api",
     "shard": "shardwright.runtime.api",
+    "unshard_": "shardwright.runtime.api",
     "unsharded": "shardwright.runtime.api",
 }
 

@@ -35,6 +35,7 @@ CASES: list[tuple[Callable[[], None], str, list[str]]] = [
     (misuse.weight_used_outside_its_unit, "LifecycleError", ["blocks.0.norm.bias", "units="]),
     (misuse.auxiliary_loss_kept_on_self, "LifecycleError", ["auxiliary", "outputs"]),
     (misuse.deep_copy, "LifecycleError", ["before sw.shard()"]),
+    (misuse.pickled, "LifecycleError", ["pickled", "sw.unsharded(model)"]),
     (misuse.backward_after_step, "LifecycleError", ["optimizer step", "forward again"]),
     (misuse.moved_after_shard, "LifecycleError", ["moved or replaced", "before sw.shard()"]),
     (misuse.create_graph, "LifecycleError", ["create_graph=True"]),

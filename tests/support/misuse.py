@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import torch
 import torch.distributed as dist
@@ -192,6 +193,10 @@ def auxiliary_loss_kept_on_self() -> None:
 
 def deep_copy() -> None:
     copy.deepcopy(sw.shard(Stack(), "zero3"))
+
+
+def pickled() -> None:
+    torch.save(sw.shard(Stack(), "zero3"), io.BytesIO())
 
 
 def backward_after_step() -> None:

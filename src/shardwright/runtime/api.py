@@ -13,6 +13,7 @@ from torch import nn
 from shardwright.core.errors import LifecycleError, SpecError
 from shardwright.core.strategy import resolve_strategy
 from shardwright.runtime.build import build_engine
+from shardwright.runtime.checkpointing import Policy, checkpoint_blocks
 from shardwright.runtime.clip import clip_gradients
 from shardwright.runtime.description import Description, describe_engine
 from shardwright.runtime.engine import Engine
@@ -22,9 +23,18 @@ from shardwright.runtime.mesh import Mesh, init_mesh
 from shardwright.runtime.precision import Precision
 from shardwright.runtime.settings import EngineSettings
 from shardwright.runtime.units import UnitsArgument
-from shardwright.runtime.unsharded import unsharded_units
+from shardwright.runtime.unsharded import make_plain, unsharded_units
 
-__all__ = ["accumulate", "clip_grad_norm_", "describe", "ledger", "shard", "unsharded"]
+__all__ = [
+    "accumulate",
+    "checkpoint_activations",
+    "clip_grad_norm_",
+    "describe",
+    "ledger",
+    "shard",
+    "unshard_",
+    "unsharded",
+]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -138,6 +148,59 @@ def clip_grad_norm_(
     engine.reducer.check_complete()
     order = math.inf if str(norm_type).lower() == "inf" else float(norm_type)
     return clip_gradients(engine, max_norm, order, error_if_nonfinite=error_if_nonfinite)
+
+
+def checkpoint_activations(
+    model: ModuleT, units: UnitsArgument = "auto", policy: Policy = "full"
+) -> ModuleT:
+    """Keep only the inputs of a model's blocks through forward, and compute the rest again.
+
+    Names in state dicts stay the same, random state is restored for the recomputation, and the
+    order with `shard` is free. Under a sharding strategy a block is recomputed while it is
+    gathered for its backward, at no further communication.
+
+    Args:
+        model: The model, sharded or not; changed in place.
+        units: Which blocks: ``"auto"`` for repeated ones, or as in `shard`.
+        policy: ``"full"``: everything is recomputed; ``"selective"``: results of matrix products
+            and attention are kept; or a policy function of
+            ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+
+    Returns:
+        `model`.
+
+    Raises:
+        SpecError: The policy is unknown, or no block is found.
+        LifecycleError: A block is checkpointed already.
+    """
+    checkpoint_blocks(model, units, policy)
+    return model
+
+
+def unshard_(model: ModuleT) -> ModuleT:
+    """Make a sharded model plain again, with full parameters on every rank, in place.
+
+    Collective over the data ranks, each of which must have room for the whole model. Parameters
+    keep their identity and get back the dtype they had before `shard`; their gradients are
+    dropped, and optimizers hold state for shards: build a new one.
+
+    Args:
+        model: The model that was given to `shard`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        LifecycleError: `model` is only a part of a sharded model, or a pass is under way.
+    """
+    engine = _engine_of(model)
+    if engine.model is not model:
+        raise LifecycleError(
+            f"this {type(model).__name__} is part of a sharded {type(engine.model).__name__}; call "
+            "unshard_() on the model that was given to shard()"
+        )
+    make_plain(engine)
+    return model
 
 
 def describe(model: nn.Module) -> Description:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwright.core.errors import LifecycleError
 from shardwright.core.policy import REPLICATE, Action, Op, Policy
@@ -124,6 +125,7 @@ class Engine:
         self.precision = precision
         self.mesh = mesh
         self.strategy = strategy
+        self.hook_handles: list[RemovableHandle] = []
         self.watch: object = None  # keeps the optimizer watch alive as long as the engine
         self.generation = 0
         self.unit_of_parameter = {id(p): u for u in self.units for p in u.parameters}
@@ -153,6 +155,12 @@ class Engine:
         raise LifecycleError(
             "a sharded model cannot be deep-copied: its parameters are views of shared buffers. "
             "Copy it before sw.shard(), or copy full values inside sw.unsharded(model)."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise LifecycleError(
+            "a sharded model cannot be pickled: it is tied to its process group. Save "
+            "model.state_dict() inside `with sw.unsharded(model):`, on one rank."
         )
 
     # Forward

@@ -13,7 +13,7 @@ from shardwright.runtime.engine import Engine, UnitForward
 from shardwright.runtime.unit import ShardedUnit
 from shardwright.runtime.unit_gradients import UnitGradients
 
-__all__ = ["engine_of", "install"]
+__all__ = ["engine_of", "install", "uninstall"]
 
 _ATTRIBUTE = "_shardwright_engine"
 """Instance attribute under which every module of a sharded model knows its engine."""
@@ -31,14 +31,32 @@ def install(model: nn.Module, engine: Engine, *, direct_gradients: bool) -> None
             _write_directly(unit, unit.gradient)
         module = unit.modules.module
         module.__dict__["forward"] = UnitForward(engine, unit, module.forward)
+    handles = engine.hook_handles
     for module in model.modules():
         module.__dict__[_ATTRIBUTE] = engine
-        module.register_state_dict_pre_hook(_guard_state_dict)
-        module.register_load_state_dict_pre_hook(_guard_load_state_dict)
+        handles.append(module.register_state_dict_pre_hook(_guard_state_dict))
+        handles.append(module.register_load_state_dict_pre_hook(_guard_load_state_dict))
     for unit in engine.units:
         for owned in unit.modules.owned:
             if owned.parameter.requires_grad:
-                owned.parameter.register_post_accumulate_grad_hook(_refuse_stray_use(owned.name))
+                refuse = _refuse_stray_use(owned.name)
+                handles.append(owned.parameter.register_post_accumulate_grad_hook(refuse))
+
+
+def uninstall(engine: Engine) -> None:
+    """Undo `install`."""
+    for handle in engine.hook_handles:
+        handle.remove()
+    engine.hook_handles.clear()
+    for module in engine.model.modules():
+        module.__dict__.pop(_ATTRIBUTE, None)
+        forward = module.__dict__.get("forward")
+        while isinstance(forward, (UnitForward, DirectLinear)):
+            forward = forward.inner
+        if getattr(forward, "__self__", None) is module:
+            module.__dict__.pop("forward", None)  # the class's own, bound
+        elif forward is not None:
+            module.__dict__["forward"] = forward
 
 
 def _write_directly(unit: ShardedUnit, gradient: UnitGradients) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ShardedParameter", "mark_sharded"]
+__all__ = ["ShardedParameter", "mark_plain", "mark_sharded"]
 
 
 class ShardedParameter(nn.Parameter):
@@ -53,3 +53,11 @@ def mark_sharded(
     parameter.rows = rows  # type: ignore[attr-defined]
     parameter.unit_name = unit_name  # type: ignore[attr-defined]
     parameter.full_name = full_name  # type: ignore[attr-defined]
+
+
+def mark_plain(parameter: nn.Parameter) -> None:
+    """Undo `mark_sharded`."""
+    if type(parameter) is ShardedParameter:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    for name in ("global_shape", "rows", "unit_name", "full_name"):
+        parameter.__dict__.pop(name, None)

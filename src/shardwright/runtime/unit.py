@@ -98,6 +98,7 @@ class ShardedUnit:
         self.topology = topology
         self.master_dtype = master
         self.parameters = [owned.parameter for owned in modules.owned]
+        self.original_dtypes = [p.dtype for p in self.parameters]
         self.trainable = tuple(i for i, p in enumerate(self.parameters) if p.requires_grad)
         self.frozen = tuple(i for i, p in enumerate(self.parameters) if not p.requires_grad)
         self.shadows = [

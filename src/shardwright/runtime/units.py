@@ -15,7 +15,15 @@ from torch import nn
 
 from shardwright.core.errors import SpecError, nearest
 
-__all__ = ["ROOT", "OwnedParameter", "UnitModules", "UnitsArgument", "find_units"]
+__all__ = [
+    "ROOT",
+    "OwnedParameter",
+    "UnitModules",
+    "UnitsArgument",
+    "find_blocks",
+    "find_units",
+    "warn_if_one_unit_dominates",
+]
 
 ROOT = "(root)"
 """Name of the unit that encloses all others."""
@@ -97,6 +105,22 @@ def find_units(model: nn.Module, units: UnitsArgument = "auto") -> list[UnitModu
             paths.append(path)
     _assign_parameters(model, found)
     return _without_empty(found)
+
+
+def find_blocks(model: nn.Module, units: UnitsArgument = "auto") -> list[nn.Module]:
+    """The repeated blocks of a model, in module order, without lone modules that are only large.
+
+    Args:
+        model: Any module, sharded or not.
+        units: ``"auto"``, or what `find_units` takes.
+    """
+    if isinstance(units, str) and units == "auto":
+        blocks: list[nn.Module] = []
+        _collect_blocks(model, blocks)
+        chosen = {id(b) for b in blocks}
+    else:
+        chosen = _chosen_modules(model, units)
+    return [m for m in model.modules() if id(m) in chosen]
 
 
 def warn_if_one_unit_dominates(units: list[UnitModules], itemsize: int) -> None:

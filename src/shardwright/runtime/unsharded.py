@@ -10,10 +10,12 @@ from torch import nn
 
 from shardwright.core.errors import LifecycleError
 from shardwright.runtime.engine import Engine
+from shardwright.runtime.install import uninstall
+from shardwright.runtime.parameter import mark_plain
 from shardwright.runtime.transport.base import Axis, Piece
 from shardwright.runtime.unit import ShardedUnit
 
-__all__ = ["unsharded_units"]
+__all__ = ["make_plain", "unsharded_units"]
 
 _COLLECTIVE = "all_gather (unsharded)"
 _TAG = 1 << 20  # apart from the tags of units' own operations
@@ -62,6 +64,32 @@ def unsharded_units(engine: Engine, module: nn.Module, *, writeback: bool) -> It
                 "writeback=True there"
             )
         _write_back(engine, units, full)
+
+
+def make_plain(engine: Engine) -> None:
+    """Give every parameter its full value and take the engine out of the model.
+
+    Collective over the data axes.
+
+    Args:
+        engine: The engine; of no more use afterwards.
+    """
+    if engine.policy.is_any_open() or any(u.is_unsharded_by_user for u in engine.units):
+        raise LifecycleError(
+            "unshard_() must come outside forward, backward and sw.unsharded() blocks"
+        )
+    engine.before_step()
+    for unit in engine.units:
+        if not unit.parameters:
+            continue
+        full = _gather(engine, unit)
+        for parameter, value, dtype in zip(
+            unit.parameters, full, unit.original_dtypes, strict=True
+        ):
+            parameter.grad = None
+            parameter.data = value.data.to(dtype, copy=True)
+            mark_plain(parameter)
+    uninstall(engine)
 
 
 def _gather(engine: Engine, unit: ShardedUnit) -> list[nn.Parameter]:
