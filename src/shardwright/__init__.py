@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardwright.app.launch import launch
     from shardwright.runtime.api import (
         accumulate,
+        backward,
         checkpoint_activations,
         clip_grad_norm_,
         describe,
@@ -52,6 +53,7 @@ __all__ = [
     "SpecError",
     "__version__",
     "accumulate",
+    "backward",
     "checkpoint_activations",
     "clip_grad_norm_",
     "describe",
@@ -68,6 +70,7 @@ _HOMES = {
     "Mesh": "shardwright.runtime.mesh",
     "Precision": "shardwright.runtime.precision",
     "accumulate": "shardwright.runtime.api",
+    "backward": "shardwright.runtime.api",
     "checkpoint_activations": "shardwright.runtime.api",
     "clip_grad_norm_": "shardwright.runtime.api",
     "describe": "shardwright.runtime.api",

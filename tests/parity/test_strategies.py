@@ -24,7 +24,7 @@ def test_float64_parameters_losses_and_norms_equal_one_process(
     assert results == [[]] * world_of(shape)
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (1, 3), (2, 2)], ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
 @pytest.mark.parametrize("strategy", parity.STRATEGIES)
 def test_float32_losses_equal_one_process(
     pool: RankPool, strategy: str, shape: tuple[int, int]

@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwright.core.errors import LifecycleError, SpecError
 from shardwright.core.strategy import resolve_strategy
+from shardwright.runtime.autograd import find_engine
 from shardwright.runtime.build import build_engine
 from shardwright.runtime.checkpointing import Policy, checkpoint_blocks
 from shardwright.runtime.clip import clip_gradients
@@ -27,6 +28,7 @@ from shardwright.runtime.unsharded import make_plain, unsharded_units
 
 __all__ = [
     "accumulate",
+    "backward",
     "checkpoint_activations",
     "clip_grad_norm_",
     "describe",
@@ -106,6 +108,36 @@ def accumulate(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         policy.is_last_micro_batch = before
+
+
+def backward(loss_sum: torch.Tensor, num_tokens: int) -> None:
+    """Run a backward whose step's gradient is that of the mean over all tokens of all ranks.
+
+    The mean of means is another number where micro-batches differ in length. Here each rank
+    passes the *sum* of its micro-batch's token losses and how many there are; after the last
+    micro-batch of a step, outside `accumulate`, gradients are divided by the number of tokens of
+    all micro-batches of all ranks. Use it for every micro-batch of a step, or for none.
+
+    Args:
+        loss_sum: Scalar: sum of token losses, from a sharded model.
+        num_tokens: Tokens in it, 0 or more.
+
+    Raises:
+        SpecError: `num_tokens` is negative.
+        LifecycleError: The loss depends on no sharded model, or gradients of an earlier step are
+            still there.
+    """
+    if num_tokens < 0:
+        raise SpecError(f"num_tokens must be 0 or more, found {num_tokens}")
+    engine = None if loss_sum.grad_fn is None else find_engine(loss_sum.grad_fn)
+    if engine is None:
+        raise LifecycleError(
+            "sw.backward() takes a loss computed by a sharded model with gradients enabled; this "
+            "one depends on none. Call loss.backward() for plain models."
+        )
+    is_last = engine.policy.is_last_micro_batch
+    engine.reducer.count_tokens(num_tokens, engine.mesh.data_axis, is_last=is_last)
+    loss_sum.backward()
 
 
 def unsharded(module: nn.Module, *, writeback: bool = False) -> AbstractContextManager[None]:

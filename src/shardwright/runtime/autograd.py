@@ -12,6 +12,7 @@ hooks on a unit's outputs do, and nothing the node owns leads to them.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
     from shardwright.runtime.engine import Engine
     from shardwright.runtime.unit import ShardedUnit
 
-__all__ = ["BackwardHook", "Call", "find_tensors", "make_aliases", "watch_outputs"]
+__all__ = [
+    "BackwardHook",
+    "Call",
+    "find_engine",
+    "find_tensors",
+    "make_aliases",
+    "watch_outputs",
+]
 
 
 class Call:
@@ -139,6 +147,25 @@ def watch_outputs(outputs: Any, inputs: tuple[Any, Any], hook: BackwardHook) -> 
             # Writing into a view replaces the view's own node, and its hook with it.
             tensor._base.grad_fn.register_prehook(hook)
     return found
+
+
+def find_engine(node: Any) -> Engine | None:
+    """The engine whose units' parameters a graph leads to, nearest to its root first.
+
+    Args:
+        node: A tensor's `grad_fn`.
+    """
+    waiting, seen = deque([node]), {node}
+    while waiting:
+        current = waiting.popleft()
+        call = getattr(current, "call", None)
+        if isinstance(call, Call):
+            return call.engine
+        for following, _ in current.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return None
 
 
 def find_tensors(value: Any) -> Iterator[torch.Tensor]:

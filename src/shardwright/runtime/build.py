@@ -230,12 +230,14 @@ def _assemble(
     waiting = Waiting(ledger, mesh.monitor)
     reducer = GradientReducer(
         num_data_ranks=mesh.data_size,
+        device=mesh.device,
         max_in_flight=settings.reduce_in_flight,
         lanes=lanes,
         ledger=ledger,
         monitor=mesh.monitor,
         waiting=waiting,
     )
+    reducer.attach(units)
     engine = Engine(
         model=model,
         units=units,

@@ -21,6 +21,8 @@ from shardwright.core.strategy import Gradients
 from shardwright.runtime.failure import FailureMonitor, Waiting
 from shardwright.runtime.lanes import Lanes
 from shardwright.runtime.ledger import Ledger
+from shardwright.runtime.transport.base import Axis
+from shardwright.runtime.transport.control import sum_over
 from shardwright.runtime.unit import ShardedUnit
 from shardwright.runtime.unit_gradients import UnitGradients
 
@@ -32,6 +34,7 @@ class GradientReducer:
 
     Args:
         num_data_ranks: Ranks whose losses are averaged.
+        device: Where small tensors are exchanged.
         max_in_flight: Reductions left unfinished while another unit computes.
         lanes: Streams.
         ledger: Counts bytes.
@@ -43,13 +46,17 @@ class GradientReducer:
         self,
         *,
         num_data_ranks: int,
+        device: torch.device,
         max_in_flight: int,
         lanes: Lanes,
         ledger: Ledger,
         monitor: FailureMonitor,
         waiting: Waiting,
     ) -> None:
-        self._scale = 1.0 / num_data_ranks
+        self._scale = self._mean_scale = 1.0 / num_data_ranks
+        self._num_tokens = 0
+        self._device = device
+        self._gradients: list[UnitGradients] = []
         self._max_in_flight = max_in_flight
         self._waiting_for_last: dict[UnitGradients, None] = {}
         self._lanes = lanes
@@ -62,6 +69,10 @@ class GradientReducer:
         self._reducing: deque[UnitGradients] = deque()
         self._replicating: deque[UnitGradients] = deque()
         self._touched: dict[UnitGradients, None] = {}  # of this backward, in order
+
+    def attach(self, units: Sequence[ShardedUnit]) -> None:
+        """Tell which units' gradients there are."""
+        self._gradients = [u.gradient for u in units if u.gradient is not None]
 
     # During backward
 
@@ -233,6 +244,7 @@ class GradientReducer:
                 gradient.scale(self._scale)
             gradient.assign(is_agreed=is_last or gradient.home is Gradients.SHARDED)
         if is_last:
+            self._scale = self._mean_scale
             self._waiting_for_last.clear()
         else:
             self._waiting_for_last.update(self._touched)
@@ -240,11 +252,33 @@ class GradientReducer:
 
     # Between backwards
 
+    def count_tokens(self, num_tokens: int, axis: Axis, *, is_last: bool) -> None:
+        """Divide this step's gradient by a number of tokens instead of the number of ranks.
+
+        Collective with the last micro-batch.
+
+        Args:
+            num_tokens: Tokens of this rank's micro-batch.
+            axis: The data ranks.
+            is_last: Whether the micro-batch is the last of its step.
+        """
+        if self._num_tokens == 0 and any(g.is_final and g.is_alive() for g in self._gradients):
+            raise LifecycleError(
+                "sw.backward() found gradients of an earlier step, which were divided by another "
+                "number of tokens; call zero_grad() after each optimizer step"
+            )
+        self._num_tokens += num_tokens
+        if is_last:
+            counted = torch.tensor([float(self._num_tokens)], dtype=torch.float64)
+            with self._waiting("all_gather of token counts", "(root)"):
+                total = float(sum_over(counted.to(self._device), axis))
+            self._scale, self._num_tokens = 1.0 / max(total, 1.0), 0
+
     def check_complete(self) -> None:
         """Raise where a step would use sums that still wait for their last micro-batch."""
         for gradient in self._waiting_for_last:
             unit = gradient.unit
-            if not any(unit.parameters[i].grad is not None for i in unit.trainable):
+            if not gradient.is_alive():
                 continue
             raise LifecycleError(
                 f"optimizer.step() found gradients of unit {unit.name!r} that are not reduced over "
@@ -259,6 +293,7 @@ class GradientReducer:
             gradient.wants_replicate = False
         self._waiting_for_last.update(self._touched)
         self._touched.clear()
+        self._scale, self._num_tokens = self._mean_scale, 0
 
 
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -209,6 +209,10 @@ class UnitGradients:
             self.is_final = True  # a user's gradient is a mean already
         return True
 
+    def is_alive(self) -> bool:
+        """Whether any parameter's `.grad` is set."""
+        return any(self.unit.parameters[i].grad is not None for i in self.unit.trainable)
+
     def unscale(self) -> None:
         """Turn means back into sums that reductions over both axes will add up once again."""
         factor = self.unit.layout.num_owners
