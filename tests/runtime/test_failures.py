@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import shardwright as sw
 from tests.support import faults
 from tests.support.pool import RankPool
 
@@ -68,6 +69,11 @@ def test_divergent_control_flow_is_an_error_that_names_the_difference(
         assert outcome.seconds < LIMIT_S
         assert "rank 1" in outcome.message
         assert "blocks.1" in outcome.message
+
+
+def test_a_launched_rank_that_returns_early_is_named() -> None:
+    with pytest.raises(sw.LaunchError, match="rank 1 has finished"):
+        sw.launch(faults.runs_fewer_steps, ranks=2, timeout_s=60)
 
 
 def test_a_rank_that_leaves_early_is_named(pool: RankPool) -> None:

@@ -402,6 +402,49 @@ def replaces_gradients(model: nn.Module, x: torch.Tensor, ranks: int) -> None:
     mean_square(model, x, ranks)
 
 
+def writes_to_parameters(model: nn.Module, x: torch.Tensor, ranks: int) -> None:
+    """By hand, between forwards: nothing but the tensors' versions tells."""
+    with torch.no_grad():
+        model(x)
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+        model(x)
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    mean_square(model, x, ranks)
+
+
+def hooks_on_gradients(model: nn.Module, x: torch.Tensor, ranks: int) -> None:
+    """A hook that replaces, and one that changes, what the optimizer will see."""
+    first, second = list(model.parameters())[:2]
+
+    def double(parameter: torch.Tensor) -> None:
+        parameter.grad.mul_(2.0)
+
+    handles = [
+        first.register_hook(lambda gradient: gradient * 3.0),
+        second.register_post_accumulate_grad_hook(double),
+    ]
+    mean_square(model, x, ranks)
+    for handle in handles:
+        handle.remove()
+
+
+class ListsOfParameters(nn.Module):
+    """Parameters in a list and a dict, which are never called, and attention by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = nn.ParameterList([nn.Parameter(torch.eye(WIDTH)) for _ in range(2)])
+        self.named = nn.ParameterDict({"scale": nn.Parameter(torch.ones(WIDTH))})
+        self.attention = nn.MultiheadAttention(WIDTH, 1, batch_first=True)
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x @ self.listed[0] @ self.listed[1] * self.named["scale"]
+        return self.last(self.attention(h, h, h, need_weights=False)[0])
+
+
 def fails_and_recovers(model: nn.Module, x: torch.Tensor, ranks: int) -> None:
     """An exception in a forward and one in a backward, on all ranks, each followed by a retry."""
 
@@ -468,6 +511,9 @@ SCENARIOS: dict[str, Scenario] = {
     "evaluation in between": Scenario(run=evaluates_in_between),
     "input gradients": Scenario(run=asks_for_input_gradients_first),
     "gradients replaced": Scenario(run=replaces_gradients),
+    "parameters written by hand": Scenario(run=writes_to_parameters),
+    "hooks on gradients": Scenario(run=hooks_on_gradients),
+    "lists of parameters, attention": Scenario(model=ListsOfParameters),
     "exceptions": Scenario(run=fails_and_recovers),
     "model.forward(x)": Scenario(run=calls_forward_by_name),
     "keyword arguments": Scenario(model=KeywordOnly, run=passes_keywords),

@@ -149,6 +149,13 @@ def skips_a_block_on(faulty: int, strategy: str) -> None:
         model(x).mean().backward()
 
 
+def runs_fewer_steps() -> None:
+    """Rank 1 returns after one step, the others after three."""
+    model = sw.shard(Stack(), "zero3")
+    for _ in range(1 if dist.get_rank() == 1 else 3):
+        model(torch.ones(2, 4, 7)).mean().backward()
+
+
 def leaves_early(strategy: str) -> None:
     """Rank 1 has no more data and leaves; the others go on."""
     model = sw.shard(Stack(), strategy)

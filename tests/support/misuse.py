@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -133,6 +134,7 @@ def optimizer_stepped_before_shard() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(batch()).mean().backward()
     optimizer.step()
+    optimizer.zero_grad()
     model = sw.shard(model, "zero3")
     model(batch()).mean().backward()
     optimizer.step()
@@ -193,6 +195,59 @@ def auxiliary_loss_kept_on_self() -> None:
 
 def deep_copy() -> None:
     copy.deepcopy(sw.shard(Stack(), "zero3"))
+
+
+def tied_after_shard() -> None:
+    model = sw.shard(TiedDecoder(), "zero3")
+    model.head.weight = nn.Parameter(torch.zeros(11, 7))
+    model(torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 5, dtype=torch.long))
+
+
+def embedding_with_max_norm() -> None:
+    model = TiedDecoder()
+    model.embedding.max_norm = 1.0
+    sw.shard(model, "zero3")
+
+
+def old_weight_norm() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 16)), nn.Linear(16, 5))
+    sw.shard(model, "zero3")
+
+
+def gradient_before_shard() -> None:
+    model = Stack()
+    model(batch()).mean().backward()
+    sw.shard(model, "zero3")
+
+
+def written_in_forward() -> None:
+    class Normalises(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.first.weight.div_(2.0)
+            return super().forward(x)
+
+    sw.shard(Normalises(), "zero3", units=Block)(batch())
+
+
+def step_while_unsharded() -> None:
+    model = sw.shard(Stack(), "zero3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch()).mean().backward()
+    with sw.unsharded(model, writeback=True):
+        optimizer.step()
+
+
+def other_shape_written_back() -> None:
+    model = sw.shard(Stack(), "zero3")
+    with sw.unsharded(model, writeback=True):
+        model.last.weight = nn.Parameter(torch.zeros(4, 7))
+
+
+def dtype_for_precision() -> None:
+    sw.shard(Stack(), "zero3", precision=torch.bfloat16)
 
 
 def pickled() -> None:

@@ -96,6 +96,7 @@ def run_rank(setup: RankSetup, pipe: Connection, stacks: Connection) -> NoReturn
         pipe.send_bytes(FAILED + pack(failure))
         end_process(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _note_end(setup.rank)
     pipe.send_bytes(message)
     pipe.recv_bytes()
     try:
@@ -104,6 +105,17 @@ def run_rank(setup: RankSetup, pipe: Connection, stacks: Connection) -> NoReturn
         traceback.print_exc()
         end_process(1)
     end_process(0)
+
+
+def _note_end(rank: int) -> None:
+    """Tell ranks that still wait for this one that it takes part in nothing any more."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    from shardwright.runtime.failure import finished_key
+
+    if dist.is_available() and dist.is_initialized():
+        _get_default_store().set(finished_key(rank), "1")
 
 
 def _call(setup: RankSetup) -> bytes:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import shardwright as sw
-from shardwright.app.data import TooShortError, find_documents, load_corpus
+from shardwright.app.data import DataError, find_documents, load_corpus
 from shardwright.app.interrupt import StopRequest
 from shardwright.app.meter import Meter
 from shardwright.app.output import RunOutput
@@ -125,7 +125,7 @@ def train_rank(config: Config) -> TrainResult | ShardwrightError:
     """
     try:
         return train(config)
-    except (NonFiniteError, TooShortError) as error:
+    except (NonFiniteError, DataError) as error:
         return error
 
 

@@ -123,6 +123,10 @@ ALIASES: dict[str, str] = {
 }
 
 
+def _names_shown() -> list[str]:
+    return [*STRATEGIES, *(alias for alias in ALIASES if not alias.startswith("_"))]
+
+
 def resolve_strategy(name: str) -> Strategy:
     """Find a strategy by its name or a known alias, in any case.
 
@@ -143,5 +147,5 @@ def resolve_strategy(name: str) -> Strategy:
     key = name.lower()
     key = ALIASES.get(key, key)
     if key not in STRATEGIES:
-        raise SpecError(f"unknown strategy {name!r}; {nearest(key, [*STRATEGIES, *ALIASES])}")
+        raise SpecError(f"unknown strategy {name!r}; {nearest(key, _names_shown())}")
     return STRATEGIES[key]

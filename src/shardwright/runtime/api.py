@@ -79,6 +79,10 @@ def shard(
         mesh = init_mesh(shard="auto") if row.name.startswith("hybrid") else init_mesh()
     if not isinstance(mesh, Mesh):
         raise SpecError(f"mesh must come from sw.init_mesh(), found {type(mesh).__name__}")
+    if precision is not None and not isinstance(precision, Precision):
+        raise SpecError(
+            f"precision must be sw.Precision(param=..., reduce=...), found {precision!r}"
+        )
     build_engine(
         model,
         strategy=row,

@@ -63,7 +63,8 @@ class Call:
             self.unit.num_outstanding_calls -= 1
 
     def __del__(self) -> None:
-        self.settle()
+        if getattr(self, "is_outstanding", False):  # absent where a tracer made the object
+            self.settle()
 
 
 class _UnitNode(torch.autograd.Function):

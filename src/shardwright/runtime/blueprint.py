@@ -45,6 +45,14 @@ class Blueprint:
     gathered: list[Gathered]
 
 
+_REWRITING_MODULES = (
+    "torch.nn.utils.weight_norm",
+    "torch.nn.utils.spectral_norm",
+    "torch.nn.utils.prune",
+)
+"""Older torch utilities that compute a weight in a hook before forward."""
+
+
 def check_model(model: nn.Module, mesh: Mesh) -> None:
     """Raise `SpecError` or `LifecycleError` for a model that cannot be sharded on this rank."""
     if not isinstance(model, nn.Module):
@@ -53,6 +61,11 @@ def check_model(model: nn.Module, mesh: Mesh) -> None:
         raise LifecycleError(
             f"this {type(model).__name__} is sharded already; call shard() once, on the whole model"
         )
+    _check_modules(model)
+    _check_tensors(model, mesh)
+
+
+def _check_modules(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if engine_of(module) is not None:
             raise LifecycleError(
@@ -62,6 +75,27 @@ def check_model(model: nn.Module, mesh: Mesh) -> None:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise SpecError(
                 f"{path!r} has sparse=True; sharded gradients are dense. Set sparse=False."
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise SpecError(
+                f"{path!r} has max_norm={module.max_norm}, which rewrites its weight in forward, "
+                "each rank for its own tokens. Set max_norm=None."
+            )
+        for hook in module._forward_pre_hooks.values():
+            if type(hook).__module__ in _REWRITING_MODULES:
+                raise SpecError(
+                    f"{path!r} has {type(hook).__name__} from {type(hook).__module__}, which "
+                    "rewrites its weight before forward, where it is still sharded. Use "
+                    "torch.nn.utils.parametrizations, or prune for good before sw.shard()."
+                )
+
+
+def _check_tensors(model: nn.Module, mesh: Mesh) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            raise SpecError(
+                f"{name!r} has a gradient, which sharding would drop; step or call "
+                "model.zero_grad() before sw.shard()"
             )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:

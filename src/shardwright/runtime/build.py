@@ -65,6 +65,8 @@ def build_engine(
     Raises:
         ShardwrightError: Something is wrong here or on another rank; the model is unchanged.
     """
+    if mesh.monitor.broken is not None:
+        raise mesh.monitor.broken
     transport = _choose_transport(settings, mesh)
     error: ShardwrightError | None = None
     lines: list[str] = []
@@ -154,6 +156,8 @@ def _construct(
             unit.gradient = _bind_gradients(
                 unit, blueprint, gradient_buffers, staging, replicate_staging, buffers, transport
             )
+    for unit in units:
+        unit.was_written()  # what building wrote is no change
     return _assemble(model, blueprint, mesh, precision, settings, transport, units, buffers, slots)
 
 

@@ -180,9 +180,11 @@ class Engine:
             self._recover_from_backward()
         if unit.is_shadowed or unit.is_unsharded_by_user:
             return inner(*args, **kwargs)  # re-entered, or recomputed inside its own backward
+        is_outermost = not self.policy.is_any_open()
+        if is_outermost:
+            self._look_for_changes()
         self._make_room(unit)
         is_root = unit.index == 0
-        is_outermost = not self.policy.is_any_open()
         if is_root:
             self.ledger.pass_begins(expects_backward=torch.is_grad_enabled())
             if self.precision.param is not None:
@@ -196,6 +198,8 @@ class Engine:
                 outputs = inner(*args, **kwargs)
             finally:
                 unit.unshadow()
+            if aliases is not unit.views:
+                _refuse_writes(unit, aliases)
         except BaseException as error:
             if self._backward_tasks:  # recomputation, which ends early by raising
                 self._execute(self.policy.forward_exit(unit.index, expects_backward=False))
@@ -214,6 +218,16 @@ class Engine:
             call.expect_backward()
         self._execute(self.policy.forward_exit(unit.index, expects_backward=expects_backward))
         return outputs
+
+    def _look_for_changes(self) -> None:
+        """Notice parameters that the user wrote to, and refuse those that were replaced.
+
+        Writes in place count up a tensor's version; the optimizer's own were noticed already.
+        """
+        changed = [u.index for u in self.units if u.parameters and u.was_written()]
+        if changed:
+            self.before_step()
+            self.values_changed(changed)
 
     def _recover_from_backward(self) -> None:
         """Start afresh after a backward that raised before its end, if all ranks' did."""
@@ -328,6 +342,12 @@ class Engine:
 
     def before_step(self) -> None:
         """Refuse a step on partial gradients, and let sends of the shards finish."""
+        for unit in self.units:
+            if unit.is_unsharded_by_user:
+                raise LifecycleError(
+                    f"optimizer.step() came inside sw.unsharded(), where unit {unit.name!r} has "
+                    "full parameters and no gradients; step outside it"
+                )
         self.reducer.check_complete()
         self.lanes.step_waits_for_gathers()
         for unit in self.units:
@@ -346,6 +366,7 @@ class Engine:
         self._execute(self.policy.step(changed))
         for index in changed:
             self.units[index].is_stale = True
+            self.units[index].was_written()
         self.lanes.compute_stepped()
         self.ledger.values_changed()
 
@@ -435,6 +456,17 @@ class Engine:
                 unit.gather.finish()
             unit.is_gathering = False
             self._gathering_in_slot.pop(unit.slot, None)
+
+
+def _refuse_writes(unit: ShardedUnit, aliases: Sequence[torch.Tensor]) -> None:
+    """Raise where a forward wrote into a parameter: what it wrote lies in a slot, and is lost."""
+    for owned, alias in zip(unit.modules.owned, aliases, strict=True):
+        if alias._version:
+            raise LifecycleError(
+                f"parameter {owned.name!r} was changed in place inside the forward of unit "
+                f"{unit.name!r}, where the change would be lost. Change it outside forward, inside "
+                "`with sw.unsharded(model, writeback=True):`, or make it a buffer."
+            )
 
 
 def _clone_escaping(outputs: Any, unit: ShardedUnit) -> Any:

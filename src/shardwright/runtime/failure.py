@@ -1,6 +1,6 @@
 """Make one rank's failure every rank's error, soon, with a name.
 
-Four things can go wrong between ranks, and each ends here:
+Five things can go wrong between ranks, and each ends here:
 
 - *A rank raises.* It tells the store, and waits a moment for the others to say the same. If all
   ranks raised at the same point of the same schedule, the groups stay usable and training may go
@@ -8,6 +8,7 @@ Four things can go wrong between ranks, and each ends here:
 - *A rank dies.* Its connections close, which fails the peers' waits; they name the peer.
 - *Ranks diverge*: they wait for different things. A thread that looks once in a while at waits
   of some seconds compares what each rank has started, and names the first difference.
+- *A rank ends early* under a launcher that notes it: whoever still waits for it raises.
 - *A rank never comes.* The group's own timeout bounds the wait.
 
 The store is the rendezvous store: it works when collectives don't.
@@ -25,6 +26,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.distributed_c10d import PrefixStore
+
 from shardwright.core.errors import RankFailedError, RankMismatchError, ShardwrightError
 from shardwright.runtime.transport.base import PeerLost
 from shardwright.runtime.transport.control import end_group
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
     from shardwright.runtime.ledger import Ledger
     from shardwright.runtime.transport.base import Axis
 
-__all__ = ["FailureMonitor", "Waiting"]
+__all__ = ["FailureMonitor", "Waiting", "finished_key"]
 
 _PATIENCE_S = 3.0
 _GRACE_S = 3.0
@@ -48,18 +51,26 @@ class FailureMonitor:
 
     Args:
         store: The rendezvous store; None for a single rank.
+        name: Name of the mesh, the same on all its ranks and no other mesh's.
         rank: This rank.
         world_size: Ranks.
         axes: Axes whose groups must fail together.
     """
 
     def __init__(
-        self, *, store: Store | None, rank: int, world_size: int, axes: Sequence[Axis]
+        self,
+        *,
+        store: Store | None,
+        name: str,
+        rank: int,
+        world_size: int,
+        axes: Sequence[Axis],
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.broken: ShardwrightError | None = None
-        self._store = store
+        self._base = store
+        self._store = None if store is None else PrefixStore(name, store)
         self._axes = [axis for axis in axes if axis.group is not None]
         self._epoch = 0
         self._count = 0
@@ -186,6 +197,9 @@ class FailureMonitor:
 
     # The thread
 
+    def _has_finished(self, rank: int) -> bool:
+        return self._base is not None and bool(self._base.check([finished_key(rank)]))
+
     def look(self) -> None:
         """Compare schedules if this rank has waited for some seconds."""
         wait, store = self._wait, self._store
@@ -202,6 +216,16 @@ class FailureMonitor:
         }
         store.set(f"wait/{self.rank}", json.dumps(mine))
         for other in range(self.world_size):
+            if other != self.rank and self._has_finished(other) and self._wait is wait:
+                found = self._record(
+                    kind="failed",
+                    rank=other,
+                    text=f"rank {other} has finished, while rank {self.rank} waits for "
+                    f"{mine['wait']}",
+                    wait_s=0.0,
+                )
+                self._break(found)
+                return
             if other == self.rank or not store.check([f"wait/{other}"]):
                 continue
             theirs = json.loads(store.get(f"wait/{other}"))
@@ -219,6 +243,11 @@ class FailureMonitor:
             )
             self._break(found)
             return
+
+
+def finished_key(rank: int) -> str:
+    """Key of the rendezvous store under which a launcher notes that a rank's work has ended."""
+    return f"shardwright/finished/{rank}"
 
 
 class Waiting:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import nn
 
-from shardwright.core.errors import LifecycleError
 from shardwright.runtime.direct_linear import DirectLinear
 from shardwright.runtime.engine import Engine, UnitForward
 from shardwright.runtime.unit import ShardedUnit
-from shardwright.runtime.unit_gradients import UnitGradients
+from shardwright.runtime.unit_gradients import StrayUseGuard, UnitGradients
 
 __all__ = ["engine_of", "install", "uninstall"]
 
@@ -39,8 +35,8 @@ def install(model: nn.Module, engine: Engine, *, direct_gradients: bool) -> None
     for unit in engine.units:
         for owned in unit.modules.owned:
             if owned.parameter.requires_grad:
-                refuse = _refuse_stray_use(owned.name)
-                handles.append(owned.parameter.register_post_accumulate_grad_hook(refuse))
+                guard = StrayUseGuard(owned.name)
+                handles.append(owned.parameter.register_post_accumulate_grad_hook(guard))
 
 
 def uninstall(engine: Engine) -> None:
@@ -77,14 +73,3 @@ def _guard_state_dict(module: nn.Module, *_: object) -> None:
 def _guard_load_state_dict(module: nn.Module, *_: object) -> None:
     engine = module.__dict__[_ATTRIBUTE]
     engine.require_unsharded(module, "load_state_dict()")
-
-
-def _refuse_stray_use(name: str) -> Callable[[torch.Tensor], None]:
-    def refuse(_: torch.Tensor) -> None:
-        raise LifecycleError(
-            f"a gradient reached the shard of {name!r} directly: the parameter was used outside "
-            "the forward of its unit, where it holds only this rank's rows. Use it inside that "
-            "forward, or make the modules that share it one unit with units=..."
-        )
-
-    return refuse

@@ -243,6 +243,10 @@ class Ledger:
 
     # What people ask
 
+    def __str__(self) -> str:
+        """Computed beside counted."""
+        return str(self.reconcile())
+
     @property
     def traffic(self) -> list[TrafficRow]:
         """Bytes sent by this rank, per collective, axis and unit."""

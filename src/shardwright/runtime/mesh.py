@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from shardwright.core.errors import SpecError
 from shardwright.runtime.failure import FailureMonitor
@@ -142,6 +142,7 @@ def init_mesh(
     shard_axis = make("shard", shards)
     # NCCL serialises calls on one communicator, so reductions get their own; gloo does not.
     needs_own = chosen.type == "cuda" and shards > 1
+    store, name = _rendezvous()
     reduce_axis = make("shard", shards) if needs_own else shard_axis
     replicate_axis = make("replicate", replicas)
     data_axis = shard_axis if replicas == 1 else make("data", world)
@@ -156,7 +157,8 @@ def init_mesh(
         replicate_axis=replicate_axis,
         data_axis=data_axis,
         monitor=FailureMonitor(
-            store=_rendezvous_store(),
+            store=store,
+            name=name,
             rank=rank,
             world_size=world,
             axes=(shard_axis, reduce_axis, replicate_axis, data_axis),
@@ -164,14 +166,14 @@ def init_mesh(
     )
 
 
-def _rendezvous_store() -> Store | None:
-    """The store ranks met at, under a name of its own for each mesh; None for one rank."""
+def _rendezvous() -> tuple[Store | None, str]:
+    """The store ranks met at, None for one rank, and a name for one more mesh."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
+        return None, ""
     store = dist.distributed_c10d._get_default_store()
     # Every rank makes its meshes in the same order, so each counts to the same number.
     number = store.add(f"shardwright/meshes/{dist.get_rank()}", 1)
-    return PrefixStore(f"shardwright/mesh{number}", store)
+    return store, f"shardwright/mesh{number}"
 
 
 def _choose_device(device: torch.device | str | None) -> torch.device:

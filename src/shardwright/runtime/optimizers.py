@@ -129,7 +129,8 @@ def _check_state(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
                 raise LifecycleError(
                     f"{type(optimizer).__name__} holds {key} of shape {tuple(value.shape)} for a "
                     f"parameter of unit {unit.name!r} whose shard has {tuple(parameter.shape)}: it "
-                    "has stepped before sw.shard(). Build the optimizer after sw.shard()."
+                    "was made for whole parameters. Build the optimizer after sw.shard(), and "
+                    "load no state of a plain model into it."
                 )
 
 

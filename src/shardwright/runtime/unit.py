@@ -117,6 +117,7 @@ class ShardedUnit:
         self.gather_over_replicas: Operation = NoOperation()
         self.casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.is_stale = True  # compute shards lag behind the masters
+        self._versions = sum([p._version for p in self.parameters])
         self.is_gathering = False
         self.is_gathering_over_replicas = False
         self.gradient: UnitGradients | None = None
@@ -225,6 +226,24 @@ class ShardedUnit:
         if stop > start:
             shard = self.shards[position]
             shard.copy_(value[start:stop] if value.dim() else value)
+
+    def was_written(self) -> bool:
+        """Whether parameters were written to in place since this was last asked.
+
+        Raises:
+            LifecycleError: A module's parameter was replaced by another object.
+        """
+        for owned in self.modules.owned:
+            for module, name in owned.locations:
+                if module._parameters.get(name) is not owned.parameter:
+                    raise LifecycleError(
+                        f"{owned.name!r} is another object since sw.shard(), one that neither "
+                        "gathers nor reductions reach. Tie and exchange parameters before "
+                        "sw.shard(); give them other values in place."
+                    )
+        versions = sum([p._version for p in self.parameters])
+        is_written, self._versions = versions != self._versions, versions
+        return is_written
 
     def refresh(self) -> None:
         """Cast the masters into the compute shards, once after each step."""

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 
 import torch
 
+from shardwright.core.errors import LifecycleError
 from shardwright.core.strategy import Gradients
 from shardwright.runtime.buffers import Buffers
 from shardwright.runtime.direct_linear import GradientSink
 from shardwright.runtime.transport.base import NoOperation, Operation, Piece, Transport, chunk_of
 from shardwright.runtime.unit import ShardedUnit
 
-__all__ = ["UnitGradients"]
+__all__ = ["StrayUseGuard", "UnitGradients"]
 
 
 class UnitGradients:
@@ -254,6 +255,8 @@ class UnitGradients:
                 is_used = flags[k] > 0
             if is_used:
                 parameter.grad = self.shards[k]
+                if self.is_final:
+                    _call_hooks(parameter)
 
     def _gradient_pieces(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """The gradient space: one flat view per trainable segment, then the control segment."""
@@ -265,6 +268,34 @@ class UnitGradients:
     def _owned_part(self, chunk: torch.Tensor) -> torch.Tensor:
         """This owner's part of a shard rank's chunk."""
         return chunk_of(chunk, self.unit.layout.owners_per_shard, self.unit.topology.owner_in_shard)
+
+
+def _call_hooks(parameter: torch.nn.Parameter) -> None:
+    """Call the user's gradient hooks, once per step, on this rank's rows of the mean gradient."""
+    gradient = parameter.grad
+    assert gradient is not None, "hooks run on assigned gradients"
+    for hook in list((parameter._backward_hooks or {}).values()):
+        replaced = hook(gradient)
+        if replaced is not None:
+            gradient.copy_(replaced)
+    for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
+        if not isinstance(hook, StrayUseGuard):
+            hook(parameter)
+
+
+class StrayUseGuard:
+    """A hook that autograd calls where a parameter's shard was used like a whole parameter."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, _: torch.Tensor) -> None:
+        """Refuse: the shard holds only this rank's rows."""
+        raise LifecycleError(
+            f"a gradient reached the shard of {self.name!r} directly: the parameter was used "
+            "outside the forward of its unit, where it holds only this rank's rows. Use it inside "
+            "that forward, or make the modules that share it one unit with units=..."
+        )
 
 
 def _outside(wholes: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -189,11 +189,14 @@ def _automatic(model: nn.Module) -> set[int]:
     """Repeated blocks, and lone modules that are large beside them."""
     blocks: list[nn.Module] = []
     _collect_blocks(model, blocks)
+    opaque = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
     inside = {id(m) for block in blocks for m in block.modules()}
+    # Attention reads its output projection's weight without calling the projection.
+    inside |= {id(m) for attention in opaque for m in attention.modules() if m is not attention}
     largest = max((_numel(b) for b in blocks), default=_numel(model))
     chosen = {id(b) for b in blocks}
     for module in model.modules():
-        if module is model or id(module) in inside:
+        if module is model or id(module) in inside or not _is_callable(module):
             continue
         own = sum(p.numel() for p in module.parameters(recurse=False))
         if own and own >= _LARGE_LEAF * largest:
@@ -208,12 +211,17 @@ def _collect_blocks(module: nn.Module, blocks: list[nn.Module]) -> None:
     for child in children:
         alike = sum(type(other) is type(child) for other in children)
         has_children = next(child.children(), None) is not None
-        is_callable = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        is_callable = _is_callable(child)
         repeated = alike > 1 and (is_container or has_children)
         if is_callable and (repeated or (is_list and has_children)):
             blocks.append(child)
-        else:
+        elif not isinstance(child, nn.MultiheadAttention):
             _collect_blocks(child, blocks)
+
+
+def _is_callable(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own: lists and dicts of things are never called."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _numel(module: nn.Module) -> int:

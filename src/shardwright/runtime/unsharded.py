@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -47,7 +47,7 @@ def unsharded_units(engine: Engine, module: nn.Module, *, writeback: bool) -> It
             )
     already = [u for u in units if u.is_unsharded_by_user]
     units = [u for u in units if not u.is_unsharded_by_user]
-    full = {unit.index: _gather(engine, unit) for unit in units}
+    full: dict[int, list[nn.Parameter | None]] = {u.index: [*_gather(engine, u)] for u in units}
     try:
         for unit in units:
             _register(unit, full[unit.index])
@@ -55,6 +55,10 @@ def unsharded_units(engine: Engine, module: nn.Module, *, writeback: bool) -> It
         yield
     finally:
         for unit in units:
+            full[unit.index] = [
+                owned.locations[0][0]._parameters[owned.locations[0][1]]
+                for owned in unit.modules.owned
+            ]
             unit.is_unsharded_by_user = False
             _register(unit, unit.parameters)
     if writeback:
@@ -123,18 +127,25 @@ def _gather(engine: Engine, unit: ShardedUnit) -> list[nn.Parameter]:
     ]
 
 
-def _register(unit: ShardedUnit, parameters: list[nn.Parameter]) -> None:
+def _register(unit: ShardedUnit, parameters: Sequence[nn.Parameter | None]) -> None:
     for owned, parameter in zip(unit.modules.owned, parameters, strict=True):
         for module, name in owned.locations:
             module._parameters[name] = parameter
 
 
 def _write_back(
-    engine: Engine, units: list[ShardedUnit], full: dict[int, list[nn.Parameter]]
+    engine: Engine, units: list[ShardedUnit], full: dict[int, list[nn.Parameter | None]]
 ) -> None:
     engine.before_step()
     with torch.no_grad():
         for unit in units:
             for position, parameter in enumerate(full[unit.index]):
+                spec = unit.layout.placements[position].spec
+                if parameter is None or tuple(parameter.shape) != spec.shape:
+                    found = "nothing" if parameter is None else tuple(parameter.shape)
+                    raise LifecycleError(
+                        f"{spec.name!r} must keep its shape {spec.shape} inside sw.unsharded(), "
+                        f"found {found}"
+                    )
                 unit.store(position, parameter)
     engine.values_changed([u.index for u in units])
