@@ -148,6 +148,7 @@ def plain_again(strategy: str, shape: tuple[int, int], checkpointed: bool) -> li
     ]
     if leftover and not checkpointed:
         wrong.append(f"left behind: {leftover}")
+    model.zero_grad()
     again = sw.shard(model, strategy, mesh=mesh)
     (again(x) ** 2).mean().backward()
     return wrong
