@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.support.pool import RankPool
+
+# A shell that starts a run in the background may have it ignore interrupts, which programs under
+# test would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run, and no bound on the time of one.
 settings.register_profile("shardwright", derandomize=True, deadline=None)
