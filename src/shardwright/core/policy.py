@@ -157,6 +157,7 @@ class Policy:
         self._unreplicated = [False] * n  # reduced over shards, not yet over replicas
         self._stale_over_replicas = [settings.optimizer_over_replicas] * n
         self._slot_unit: dict[int, int] = {}
+        self._entered: list[int] = []  # units whose forwards are running, outermost first
         self._sequence: list[int] = []  # units as their forwards began in this pass
         self._previous: list[int] = []  # the same of the pass before
         self._exits: list[int] = []  # units as their forwards ended: backward runs them in reverse
@@ -169,6 +170,7 @@ class Policy:
     def forward_enter(self, unit: int) -> list[Action]:
         """A unit's forward begins."""
         out: list[Action] = []
+        self._entered.append(unit)
         if any(self._in_backward):  # recomputation: the pass it repeats is already recorded
             self._open(unit, out)
             out.append(self._action(Op.FORWARD, unit))
@@ -177,9 +179,7 @@ class Policy:
             self._start_pass(out)
         position = len(self._sequence)
         self._sequence.append(unit)
-        for other, windows in enumerate(self._windows):
-            if windows and other != unit:
-                self._enclosing[unit].add(other)
+        self._enclosing[unit].update(other for other in self._entered if other != unit)
         self._open(unit, out)
         self._prefetch(self._following(unit, position), self.settings.forward_prefetch, out)
         out.append(self._action(Op.FORWARD, unit))
@@ -194,6 +194,7 @@ class Policy:
         """
         out: list[Action] = []
         self._windows[unit] -= 1
+        self._entered.remove(unit)
         if not any(self._in_backward):
             self._exits.append(unit)
             self._backward_position = len(self._exits)
@@ -290,7 +291,8 @@ class Policy:
         self._unreplicated = [False] * n
         self._windows = [0] * n
         self._slot_unit.clear()
-        self._sequence, self._exits, self._backward_position = [], [], 0
+        self._entered, self._sequence, self._exits = [], [], []
+        self._backward_position = 0
         self.micro_batch = 0
 
     # What the engine and the ledger ask

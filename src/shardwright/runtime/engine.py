@@ -226,7 +226,7 @@ class Engine:
         """
         changed = [u.index for u in self.units if u.parameters and u.was_written()]
         if changed:
-            self.before_step()
+            self.let_sends_finish()
             self.values_changed(changed)
 
     def _recover_from_backward(self) -> None:
@@ -349,6 +349,10 @@ class Engine:
                     "full parameters and no gradients; step outside it"
                 )
         self.reducer.check_complete()
+        self.let_sends_finish()
+
+    def let_sends_finish(self) -> None:
+        """Wait until no peer is still being sent what the shards hold."""
         self.lanes.step_waits_for_gathers()
         for unit in self.units:
             with self.waiting("all_gather", unit.name):

@@ -82,7 +82,7 @@ def make_plain(engine: Engine) -> None:
         raise LifecycleError(
             "unshard_() must come outside forward, backward and sw.unsharded() blocks"
         )
-    engine.before_step()
+    engine.let_sends_finish()
     for unit in engine.units:
         if not unit.parameters:
             continue
@@ -136,7 +136,7 @@ def _register(unit: ShardedUnit, parameters: Sequence[nn.Parameter | None]) -> N
 def _write_back(
     engine: Engine, units: list[ShardedUnit], full: dict[int, list[nn.Parameter | None]]
 ) -> None:
-    engine.before_step()
+    engine.let_sends_finish()
     with torch.no_grad():
         for unit in units:
             for position, parameter in enumerate(full[unit.index]):

@@ -105,12 +105,10 @@ class Transport(Protocol):
     Attributes:
         name: For people.
         needs_staging: Whether reductions receive into buffers of their own.
-        keeps_order: Whether operations of one axis must start in the same order on all ranks.
     """
 
     name: str
     needs_staging: bool
-    keeps_order: bool
 
     def all_gather(self, pieces: Sequence[Piece], axis: Axis, tag: int) -> Operation:
         """Fill every `whole` from all ranks' `own`."""

@@ -22,7 +22,6 @@ class CollectiveTransport:
 
     name = "collective"
     needs_staging = False
-    keeps_order = True
 
     def all_gather(self, pieces: Sequence[Piece], axis: Axis, tag: int) -> Operation:
         """See `Transport.all_gather`. `tag` is unused: calls match by order."""

@@ -31,7 +31,6 @@ class PairwiseTransport:
 
     name = "pairwise"
     needs_staging = True
-    keeps_order = False
 
     def all_gather(self, pieces: Sequence[Piece], axis: Axis, tag: int) -> Operation:
         """See `Transport.all_gather`."""
