@@ -211,13 +211,23 @@ class Engine:
         if is_root and self.precision.output is not None:
             outputs = cast_floating(outputs, self.precision.output)
         outputs = _clone_escaping(outputs, unit)
+        expects_backward = self._leave_forward(call, aliases, outputs, (args, kwargs))
+        if is_outermost and not expects_backward:
+            self.let_sends_finish()
+        return outputs
+
+    def _leave_forward(
+        self, call: Call, aliases: list[torch.Tensor], outputs: Any, inputs: tuple[Any, Any]
+    ) -> bool:
+        """Close a unit's forward window; returns whether a backward may follow."""
         expects_backward = torch.is_grad_enabled() and watch_outputs(
-            outputs, (args, kwargs), BackwardHook(call, aliases)
+            outputs, inputs, BackwardHook(call, aliases)
         )
         if expects_backward:
             call.expect_backward()
-        self._execute(self.policy.forward_exit(unit.index, expects_backward=expects_backward))
-        return outputs
+        index = call.unit.index
+        self._execute(self.policy.forward_exit(index, expects_backward=expects_backward))
+        return expects_backward
 
     def _look_for_changes(self) -> None:
         """Notice parameters that the user wrote to, and refuse those that were replaced.
@@ -336,6 +346,7 @@ class Engine:
         is_last = self.policy.is_last_micro_batch
         self._execute(self.policy.backward_end())
         self.reducer.finish(is_last=is_last)
+        self.let_sends_finish()
         self.ledger.backward_ended(is_last=is_last)
 
     # Optimizer
@@ -352,7 +363,10 @@ class Engine:
         self.let_sends_finish()
 
     def let_sends_finish(self) -> None:
-        """Wait until no peer is still being sent what the shards hold."""
+        """Wait until no peer is still being sent what the shards hold.
+
+        Passes end with this, since the user may write to the shards as soon as one has ended.
+        """
         self.lanes.step_waits_for_gathers()
         for unit in self.units:
             with self.waiting("all_gather", unit.name):
