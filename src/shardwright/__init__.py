@@ -32,14 +32,21 @@ if TYPE_CHECKING:
         unshard_,
         unsharded,
     )
+    from shardwright.runtime.deferred import materialize_, meta_init
+    from shardwright.runtime.ema import EMA
     from shardwright.runtime.ledger import Ledger
+    from shardwright.runtime.loading import load_safetensors
     from shardwright.runtime.mesh import Mesh, init_mesh
     from shardwright.runtime.precision import Precision
+    from shardwright.runtime.scaler import GradScaler
+    from shardwright.runtime.uneven import even_batches
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
     "CheckpointError",
+    "GradScaler",
     "LaunchError",
     "LayoutError",
     "Ledger",
@@ -57,15 +64,21 @@ __all__ = [
     "checkpoint_activations",
     "clip_grad_norm_",
     "describe",
+    "even_batches",
     "init_mesh",
     "launch",
     "ledger",
+    "load_safetensors",
+    "materialize_",
+    "meta_init",
     "shard",
     "unshard_",
     "unsharded",
 ]
 
 _HOMES = {
+    "EMA": "shardwright.runtime.ema",
+    "GradScaler": "shardwright.runtime.scaler",
     "Ledger": "shardwright.runtime.ledger",
     "Mesh": "shardwright.runtime.mesh",
     "Precision": "shardwright.runtime.precision",
@@ -74,9 +87,13 @@ _HOMES = {
     "checkpoint_activations": "shardwright.runtime.api",
     "clip_grad_norm_": "shardwright.runtime.api",
     "describe": "shardwright.runtime.api",
+    "even_batches": "shardwright.runtime.uneven",
     "init_mesh": "shardwright.runtime.mesh",
     "launch": "shardwright.app.launch",
     "ledger": "shardwright.runtime.api",
+    "load_safetensors": "shardwright.runtime.loading",
+    "materialize_": "shardwright.runtime.deferred",
+    "meta_init": "shardwright.runtime.deferred",
     "shard": "shardwright.runtime.api",
     "unshard_": "shardwright.runtime.api",
     "unsharded": "shardwright.runtime.api",

@@ -8,8 +8,17 @@ from tests.support import awkward
 from tests.support.pool import RankPool
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (1, 3), (2, 2)], ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize(
+    ("shape", "poison_released"),
+    [((1, 2), False), ((1, 3), True), ((2, 2), False)],
+    ids=["1x2", "1x3 with released slots poisoned", "2x2"],
+)
 @pytest.mark.parametrize("name", awkward.SCENARIOS)
-def test_scenario_equals_one_process(pool: RankPool, name: str, shape: tuple[int, int]) -> None:
+def test_scenario_equals_one_process(
+    pool: RankPool, name: str, shape: tuple[int, int], poison_released: bool
+) -> None:
     world = shape[0] * shape[1]
-    assert pool.run(world, awkward.compare, name=name, shape=shape) == [[]] * world
+    wrong = pool.run(
+        world, awkward.compare, name=name, shape=shape, poison_released=poison_released
+    )
+    assert wrong == [[]] * world

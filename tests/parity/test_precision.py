@@ -38,6 +38,42 @@ def test_two_ranks_equal_one_process_with_the_same_casts(
         assert difference <= 1e-6
 
 
+@pytest.mark.parametrize("transport", ["pairwise", "collective"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_norms_kept_in_float32_equal_one_process_that_keeps_them(
+    pool: RankPool, strategy: str, transport: str
+) -> None:
+    options = {"param": BF16, "reduce": FP32, "stored": FP32, "shape": (1, 2)}
+    for difference, _ in pool.run(
+        2, precision.compare, strategy=strategy, keep_norms=True, transport=transport, **options
+    ):
+        assert difference <= 1e-6
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_kept_modules_see_float32_and_hand_on_what_they_were_given(
+    pool: RankPool, strategy: str
+) -> None:
+    for seen in pool.run(2, precision.kept_modules, strategy=strategy):
+        assert seen == {
+            "pair": BF16,
+            "norm in": BF16,
+            "norm out": BF16,
+            "norm.weight": FP32,
+            "last.weight": FP32,
+            "grads": {FP32},
+            "plain": FP32,
+        }
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_narrow_masters_are_taken_with_a_warning(pool: RankPool, strategy: str) -> None:
+    for dtypes, difference, warning in pool.run(2, precision.narrow_masters, strategy=strategy):
+        assert dtypes == {BF16}
+        assert difference == 0
+        assert "lost to rounding" in warning
+
+
 @pytest.mark.parametrize("strategy", ["hybrid", "hybrid_full_optimizer", "zero1"])
 def test_replicas_reduce_in_the_reduce_dtype_and_keep_float32_masters(
     pool: RankPool, strategy: str

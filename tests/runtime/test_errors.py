@@ -33,6 +33,11 @@ CASES: list[tuple[Callable[[], None], str, list[str]]] = [
     (misuse.step_while_accumulating, "LifecycleError", ["sw.accumulate", "zero_grad"]),
     (misuse.clip_while_accumulating, "LifecycleError", ["sw.accumulate"]),
     (misuse.weight_used_outside_its_unit, "LifecycleError", ["blocks.0.norm.bias", "units="]),
+    (misuse.layer_called_outside_its_unit, "LifecycleError", ["'blocks.1.up.", "sw.unsharded"]),
+    (misuse.weight_multiplied_outside_its_unit, "LifecycleError", ["'blocks.2'", "forward"]),
+    (misuse.weight_indexed_outside_its_unit, "LifecycleError", ["'embedding.weight'", "(11, 7)"]),
+    (misuse.statistic_of_a_weight, "LifecycleError", ["norm()", "'last.weight'", "unsharded"]),
+    (misuse.functional_call, "LifecycleError", ["another object", "functional_call"]),
     (misuse.auxiliary_loss_kept_on_self, "LifecycleError", ["auxiliary", "outputs"]),
     (misuse.deep_copy, "LifecycleError", ["before sw.shard()"]),
     (misuse.tied_after_shard, "LifecycleError", ["embedding.weight", "before sw.shard()"]),
@@ -61,7 +66,7 @@ ON_ONE_RANK: list[tuple[Callable[[], None], list[str]]] = [
     (misuse.other_width_on_rank_1, ["rank 1", "last.weight", "(4, 7)", "(3, 7)"]),
     (misuse.other_strategy_on_rank_1, ["zero3", "zero2"]),
     (misuse.frozen_on_rank_1, ["first.weight", "frozen", "trainable"]),
-    (misuse.parameter_on_another_device_on_rank_1, ["rank 1", "blocks.1", "meta"]),
+    (misuse.parameter_without_values_on_rank_0, ["rank 0", "blocks.1", "meta_init"]),
 ]
 
 

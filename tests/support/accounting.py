@@ -50,7 +50,7 @@ def live_storages() -> dict[int, int]:
 
 
 def storages_against_formula(
-    strategy: str, shape: tuple[int, int], precision: dict[str, torch.dtype]
+    strategy: str, shape: tuple[int, int], precision: dict[str, Any]
 ) -> tuple[int, int, dict[str, int]]:
     """``(bytes that training added to the process, bytes by the formula, formula by category)``.
 
@@ -72,7 +72,7 @@ def reconciliation(
     strategy: str,
     shape: tuple[int, int],
     micro_batches: int,
-    precision: dict[str, torch.dtype],
+    precision: dict[str, Any],
     settings: dict[str, Any],
 ) -> list[tuple[str, int, int]]:
     """Every row of the ledger after three steps with evaluations: name, computed, counted."""
@@ -192,3 +192,13 @@ def leaks(strategy: str, shape: tuple[int, int]) -> int:
 def barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
+
+
+def chosen_by_budget(strategy: str, budget_gib: float | None) -> tuple[str, int, int]:
+    """Where gradients live, planned bytes, and reduce-scatters per unit, with 3 micro-batches."""
+    model = sw.shard(TiedDecoder(blocks=12), strategy, memory_budget_gib=budget_gib)
+    mesh = mesh_of((1, 2))
+    train_steps(model, make_optimizer(model, "sgd"), mesh, steps=1, micro_batches=3)
+    calls = [r.num_calls for r in sw.ledger(model).traffic if r.collective == "reduce_scatter"]
+    description = sw.describe(model)
+    return description.gradients, sum(description.memory_bytes.values()), max(calls)

@@ -523,14 +523,14 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hybrid_full_optimizer")
 
 
 def train(
-    scenario: Scenario, strategy: str | None, mesh: sw.Mesh
+    scenario: Scenario, strategy: str | None, mesh: sw.Mesh, **settings: object
 ) -> tuple[dict[str, torch.Tensor], list[list[bool]]]:
     """Four steps of SGD with momentum; plainly, on all ranks' data, where strategy is None."""
     torch.manual_seed(0)
     model = scenario.model().double()
     ranks = 0
     if strategy is not None:
-        model = sw.shard(model, strategy, mesh=mesh, units=scenario.units)
+        model = sw.shard(model, strategy, mesh=mesh, units=scenario.units, **settings)
         ranks = mesh.data_size
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     is_none = []
@@ -546,12 +546,12 @@ def train(
         return {k: v.clone() for k, v in model.state_dict().items()}, is_none
 
 
-def compare(name: str, shape: tuple[int, int]) -> list[str]:
+def compare(name: str, shape: tuple[int, int], **settings: object) -> list[str]:
     """Train one scenario under every strategy; returns what went wrong."""
     mesh, scenario, wrong = mesh_of(shape), SCENARIOS[name], []
     expected, expected_none = train(scenario, None, mesh)
     for strategy in STRATEGIES:
-        actual, is_none = train(scenario, strategy, mesh)
+        actual, is_none = train(scenario, strategy, mesh, **settings)
         difference = worst_difference(expected, actual)
         if not difference <= 1e-9:
             wrong.append(f"{strategy}: parameters differ by {difference:.3g}")

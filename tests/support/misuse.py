@@ -82,9 +82,9 @@ def parameter_on_another_device() -> None:
     sw.shard(model, "zero3")
 
 
-def parameter_on_another_device_on_rank_1() -> None:
+def parameter_without_values_on_rank_0() -> None:
     model = Stack()
-    if rank() == 1:
+    if rank() == 0:
         model.blocks[1] = Block().to("meta")
     sw.shard(model, "zero3")
 
@@ -171,7 +171,7 @@ def clip_while_accumulating() -> None:
 def weight_used_outside_its_unit() -> None:
     class Leaky(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) + self.blocks[0].norm.bias.sum()
+            return super().forward(x) + (self.blocks[0].norm.bias * 1).sum()
 
     model = sw.shard(Leaky(), "zero3")
     model(batch()).mean().backward()
@@ -312,3 +312,31 @@ def reshard_setting_against_strategy() -> None:
 
 def negative_clip() -> None:
     sw.clip_grad_norm_(sw.shard(Stack(), "zero3"), -1.0)
+
+
+def layer_called_outside_its_unit() -> None:
+    model = sw.shard(Stack(), "zero3")
+    with torch.no_grad():
+        model.blocks[1].up(batch())
+
+
+def weight_multiplied_outside_its_unit() -> None:
+    model = sw.shard(Stack(), "zero2")
+    batch() @ model.blocks[2].up.weight.T
+
+
+def weight_indexed_outside_its_unit() -> None:
+    model = sw.shard(TiedDecoder(), "zero1")
+    model.embedding.weight.detach()  # rows of this rank: allowed
+    model.embedding.weight[3]
+
+
+def functional_call() -> None:
+    model = sw.shard(Stack(), "zero3")
+    values = {n: torch.zeros(p.global_shape) for n, p in model.named_parameters()}
+    torch.func.functional_call(model, values, (batch(),))
+
+
+def statistic_of_a_weight() -> None:
+    model = sw.shard(Stack(), "zero3")
+    model.last.weight.norm()

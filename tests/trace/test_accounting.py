@@ -11,9 +11,10 @@ from tests.support import accounting
 from tests.support.parity import STRATEGIES
 from tests.support.pool import RankPool
 
-FP32: dict[str, torch.dtype] = {}
+FP32: dict[str, Any] = {}
 BF16 = {"param": torch.bfloat16}
 BF16_ON_THE_WIRE = {"param": torch.bfloat16, "reduce": torch.bfloat16}
+MIXED = {"param": torch.bfloat16, "keep": ("norm",)}
 SHAPES = [(1, 1), (1, 2), (1, 3), (2, 2)]
 
 
@@ -25,11 +26,11 @@ def label(value: object) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("precision", [FP32, BF16, BF16_ON_THE_WIRE], ids=label)
+@pytest.mark.parametrize("precision", [FP32, BF16, BF16_ON_THE_WIRE, MIXED], ids=label)
 @pytest.mark.parametrize("shape", SHAPES, ids=label)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_live_storages_equal_the_memory_formula(
-    pool: RankPool, strategy: str, shape: tuple[int, int], precision: dict[str, torch.dtype]
+    pool: RankPool, strategy: str, shape: tuple[int, int], precision: dict[str, Any]
 ) -> None:
     for added, computed, by_category in pool.run(
         shape[0] * shape[1],
@@ -42,14 +43,14 @@ def test_live_storages_equal_the_memory_formula(
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("precision", [FP32, BF16_ON_THE_WIRE], ids=label)
+@pytest.mark.parametrize("precision", [FP32, BF16_ON_THE_WIRE, MIXED], ids=label)
 @pytest.mark.parametrize("shape", SHAPES, ids=label)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_row_of_the_ledger_is_counted_as_computed(
     pool: RankPool,
     strategy: str,
     shape: tuple[int, int],
-    precision: dict[str, torch.dtype],
+    precision: dict[str, Any],
     micro_batches: int,
 ) -> None:
     for rows in pool.run(
@@ -70,6 +71,8 @@ def test_every_row_of_the_ledger_is_counted_as_computed(
     [
         ("zero3", {"residency": ["blocks.0", "blocks.2"]}),
         ("zero3", {"accumulation": "whole"}),
+        ("zero3", {"poison_released": True}),
+        ("zero2", {"poison_released": True}),
         ("zero3", {"forward_prefetch": 2, "backward_prefetch": 2}),
         ("zero3", {"forward_prefetch": 0, "backward_prefetch_at": "post"}),
         ("zero2", {"reshard_after_backward": False}),
@@ -165,3 +168,23 @@ def test_linear_weights_are_never_copied_and_the_rest_is_copied_once(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_steps_leave_no_tensor_behind(pool: RankPool, strategy: str) -> None:
     assert pool.run(2, accounting.leaks, strategy=strategy, shape=(1, 2)) == [0, 0]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_memory_budget_chooses_whole_gradients_where_they_fit(
+    pool: RankPool, strategy: str
+) -> None:
+    def choose(budget_gib: float | None) -> tuple[str, int, int]:
+        first, second = pool.run(
+            2, accounting.chosen_by_budget, strategy=strategy, budget_gib=budget_gib
+        )
+        assert first == second
+        return first
+
+    kind, whole_bytes, calls = choose(1.0)
+    assert (kind, calls) == ("whole", 1)
+    kind, sharded_bytes, calls = choose((whole_bytes - 1) / 2**30)
+    assert (kind, calls) == ("sharded", 3)
+    assert sharded_bytes < whole_bytes
+    assert choose(whole_bytes / 2**30)[0] == "whole"
+    assert choose(None)[0] == ("whole" if strategy == "zero1" else "sharded")

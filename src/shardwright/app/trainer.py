@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from shardwright.app.config import Config
     from shardwright.app.data import Corpus
-    from shardwright.app.presets import DecoderConfig
     from shardwright.app.ranks import DataRanks
     from shardwright.app.tokenizer import Tokenizer
     from shardwright.runtime.mesh import Mesh
@@ -83,14 +82,6 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if name == "bf16" else torch.float32
 
 
-def _build(shape: DecoderConfig, seed: int, device: torch.device) -> Decoder:
-    """Build the whole model on a device, without torch's own initialisation first."""
-    with torch.device("meta"):
-        model = Decoder(shape)
-    model.to_empty(device=device).init_parameters(seed)
-    return model
-
-
 class Trainer:
     """Builds the sharded model and its optimizer, and runs steps on this rank's data."""
 
@@ -134,8 +125,10 @@ class Trainer:
         self.decoder_config = config.model.decoder(tokenizer.vocab_size)
         self.dtype = choose_dtype(config.precision.dtype, mesh.device)
         precision = sw.Precision(param=self.dtype) if self.dtype != torch.float32 else None
+        with sw.meta_init():  # no rank ever holds the whole model
+            model = Decoder(self.decoder_config, seed=config.train.seed)
         self.model = sw.shard(
-            _build(self.decoder_config, config.train.seed, mesh.device),
+            model,
             strategy=config.parallel.strategy,
             mesh=mesh,
             precision=precision,

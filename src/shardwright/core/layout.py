@@ -11,7 +11,8 @@ rows of a parameter (dimension 0), so that a shard keeps its parameter's number 
 
 One segment serves where a chunk can hold a whole number of rows of every parameter that more than
 one cut crosses; otherwise parameters are grouped into one segment per row width. Parameters of
-different dtypes, and frozen ones, never share a segment.
+different dtypes, and frozen ones, never share a segment. Parameters that their optimizer must see
+whole are not cut at all; `packing` finds room for them.
 
 The *gradient space* is the trainable segments followed by a small control segment, `control_numel`
 elements per owner, in which each rank says which parameters it used. It travels with the gradient,
@@ -22,30 +23,18 @@ Shapes and offsets are in elements. Used by the engine, the planner and checkpoi
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardwright.core.errors import LayoutError
+from shardwright.core.packing import pack_group, round_up
 
 __all__ = ["ITEMSIZE", "ParameterSpec", "Placement", "Segment", "UnitLayout", "lay_out"]
 
 ITEMSIZE: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of every dtype a parameter may be computed in."""
-
-_SINGLE_SEGMENT_PADDING = 1 / 128
-"""Share of padding below which one segment is taken without trying one per row width."""
-
-_ALIGNMENT_PADDING = 1 / 1024
-"""Share of padding that aligned chunks may cost."""
-
-_ALIGNMENT_NUMEL = 64
-"""Parameters whose size is a multiple of this come first, so that odd ones misalign nobody."""
-
-_SMALL_STEPS = 64
-"""Chunk sizes tried one by one before larger jumps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +46,7 @@ class ParameterSpec:
         shape: Shape on this tensor-parallel rank.
         dtype: Dtype it is computed in, a key of `ITEMSIZE`.
         trainable: Whether it receives gradients.
+        is_whole: Whether one owner has all of it, so that no cut may fall inside.
         global_shape: Shape over all tensor-parallel ranks; `shape` where that axis has size 1.
         global_offset: Where `shape` starts within `global_shape`, per dimension.
     """
@@ -65,6 +55,7 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
+    is_whole: bool = False
     global_shape: tuple[int, ...] = ()
     global_offset: tuple[int, ...] = ()
 
@@ -93,6 +84,11 @@ class ParameterSpec:
     def row_numel(self) -> int:
         """Elements per row, at least 1."""
         return max(1, math.prod(self.shape[1:]))
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether its rows may lie on several owners."""
+        return self.num_rows > 1 and not self.is_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,7 +231,8 @@ class UnitLayout:
             num_owners: Owners in the run.
 
         Returns:
-            ``(start, stop)`` rows of dimension 0; equal where the run holds none.
+            ``(start, stop)`` rows of dimension 0; equal where the run holds none. Of a parameter
+            owned whole, all of them or none.
         """
         place = self.placements[index]
         segment = self.segments[place.segment]
@@ -256,6 +253,7 @@ def lay_out(
     shard_size: int,
     owners_per_shard: int = 1,
     multiple: int = 1,
+    turn: int = 0,
 ) -> UnitLayout:
     """Lay a unit's parameters over its owners.
 
@@ -266,11 +264,14 @@ def lay_out(
         owners_per_shard: Further division of each chunk over the replicate axis.
         multiple: Chunk sizes are multiples of this, so that an all-reduce of a chunk over that
             many replicas divides evenly.
+        turn: Owner that is given most of the parameters owned whole, modulo the owners. Units
+            that take turns balance optimizer state and work over the owners.
 
     Returns:
         The layout. A segment's padding is less than two of its widest rows per owner, plus what
         makes its chunks a whole number of rows of every parameter larger than a chunk; with one
-        row width, less than one row per owner.
+        row width, less than one row per owner. Parameters owned whole may add up to the largest of
+        them per owner but one: chunks are equal, and one must hold it.
 
     Raises:
         LayoutError: There are no parameters, or a size is below 1.
@@ -290,7 +291,7 @@ def lay_out(
 
     segments: list[Segment] = []
     for (_, dtype, frozen), indices in sorted(groups.items()):
-        for chunk_numel, starts in _pack_group(parameters, indices, num_owners, multiple):
+        for chunk_numel, starts in pack_group(parameters, indices, num_owners, multiple, turn):
             places = tuple(
                 Placement(spec=parameters[i], index=i, segment=len(segments), start=start)
                 for i, start in starts
@@ -311,88 +312,9 @@ def lay_out(
         owners_per_shard=owners_per_shard,
         segments=tuple(segments),
         placements=tuple(sorted((p for s in segments for p in s.placements), key=_by_index)),
-        control_numel=_round_up(num_trainable, multiple) if num_trainable else 0,
+        control_numel=round_up(num_trainable, multiple) if num_trainable else 0,
     )
 
 
 def _by_index(place: Placement) -> int:
     return place.index
-
-
-_Packing = tuple[int, list[tuple[int, int]]]  # chunk_numel, [(parameter index, start)]
-
-
-def _pack_group(
-    parameters: Sequence[ParameterSpec], indices: Sequence[int], num_owners: int, multiple: int
-) -> list[_Packing]:
-    """Pack parameters of one dtype into as few segments as padding allows."""
-    total = sum(parameters[i].numel for i in indices)
-    single = _pack(parameters, indices, num_owners, multiple)
-    single_padding = single[0] * num_owners - total
-    if single_padding <= total * _SINGLE_SEGMENT_PADDING:
-        return [single]
-    split = [
-        _pack(parameters, group, num_owners, multiple)
-        for group in _by_row_width(parameters, indices)
-    ]
-    split_padding = sum(chunk for chunk, _ in split) * num_owners - total
-    return split if split_padding < single_padding else [single]
-
-
-def _by_row_width(parameters: Sequence[ParameterSpec], indices: Iterable[int]) -> list[list[int]]:
-    """Group parameters by row width; those of width 1 join the largest group."""
-    groups: dict[int, list[int]] = {}
-    for i in indices:
-        groups.setdefault(parameters[i].row_numel, []).append(i)
-    narrow = groups.pop(1, [])
-    if not groups:
-        return [narrow]
-    largest = max(groups.values(), key=lambda g: sum(parameters[i].numel for i in g))
-    largest.extend(narrow)
-    return list(groups.values())
-
-
-def _pack(
-    parameters: Sequence[ParameterSpec], indices: Sequence[int], num_owners: int, multiple: int
-) -> _Packing:
-    """Find the smallest chunk, and each parameter's start, for which every cut falls on a row."""
-    order = sorted(indices, key=lambda i: parameters[i].numel % _ALIGNMENT_NUMEL != 0)
-    total = sum(parameters[i].numel for i in order)
-    least = -(-total // num_owners)
-    # A parameter no larger than a chunk is crossed by one cut at most and can be shifted to it.
-    step = math.lcm(
-        multiple, *(parameters[i].row_numel for i in order if parameters[i].numel > least)
-    )
-    aligned = math.lcm(step, _ALIGNMENT_NUMEL)
-    if aligned * num_owners <= total * _ALIGNMENT_PADDING:
-        step = aligned
-    chunk = max(_round_up(least, step), step)
-    starts: list[tuple[int, int]] = []
-    for attempt in itertools.count():
-        starts, end = _place(parameters, order, chunk)
-        missing = end - chunk * num_owners
-        if missing <= 0:
-            break
-        # Small steps find the smallest chunk; tiny rows with many owners would take too many.
-        is_near = attempt < _SMALL_STEPS
-        chunk += step if is_near else _round_up(-(-missing // num_owners), step)
-    return chunk, starts
-
-
-def _place(
-    parameters: Sequence[ParameterSpec], order: Sequence[int], chunk: int
-) -> tuple[list[tuple[int, int]], int]:
-    """Place parameters one after another, shifting each so that the first cut in it is a row."""
-    starts: list[tuple[int, int]] = []
-    end = 0
-    for i in order:
-        spec = parameters[i]
-        cut = (end // chunk + 1) * chunk
-        start = end if end + spec.numel <= cut else end + (cut - end) % spec.row_numel
-        starts.append((i, start))
-        end = start + spec.numel
-    return starts, end
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step

@@ -115,6 +115,7 @@ class PolicySettings:
         backward_prefetch_after: Prefetch in backward after a unit's backward (BACKWARD_POST)
             instead of before it (BACKWARD_PRE).
         max_in_flight: Bound on gathers issued and not yet used.
+        forgets_on_reshard: Never count on what a resharded unit left in its slot.
     """
 
     gradients: Gradients
@@ -124,6 +125,7 @@ class PolicySettings:
     backward_prefetch: int = 1
     backward_prefetch_after: bool = False
     max_in_flight: int = 2
+    forgets_on_reshard: bool = False
 
     def __post_init__(self) -> None:
         for name in ("forward_prefetch", "backward_prefetch"):
@@ -371,7 +373,7 @@ class Policy:
         if self._held[unit]:
             self._held[unit] = False
             out.append(self._action(Op.RESHARD, unit))
-        if forget:
+        if forget or self.settings.forgets_on_reshard:
             self._resident[unit] = False
 
     def _reduce(self, unit: int, out: list[Action]) -> None:

@@ -17,14 +17,14 @@ from shardwright.runtime.build import build_engine
 from shardwright.runtime.checkpointing import Policy, checkpoint_blocks
 from shardwright.runtime.clip import clip_gradients
 from shardwright.runtime.description import Description, describe_engine
-from shardwright.runtime.engine import Engine
-from shardwright.runtime.install import engine_of
+from shardwright.runtime.install import require_engine
 from shardwright.runtime.ledger import Ledger
 from shardwright.runtime.mesh import Mesh, init_mesh
 from shardwright.runtime.precision import Precision
 from shardwright.runtime.settings import EngineSettings
 from shardwright.runtime.units import UnitsArgument
 from shardwright.runtime.unsharded import make_plain, unsharded_units
+from shardwright.runtime.whole import WholeArgument
 
 __all__ = [
     "accumulate",
@@ -48,22 +48,32 @@ def shard(
     mesh: Mesh | None = None,
     units: UnitsArgument = "auto",
     precision: Precision | None = None,
+    whole: WholeArgument = None,
+    initialize: bool = True,
     **settings: Any,
 ) -> ModuleT:
     """Shard a model in place: the same object, class and names, with its state divided.
 
     Collective: every data rank calls it with the same model and settings. First values are taken
-    from the first data rank. Afterwards ``model.parameters()`` are this rank's rows, fit for any
-    elementwise optimizer; inside forward and backward, modules see full parameters.
+    from the first data rank, on which the model must be real or built inside `meta_init`; on the
+    others it may also be on the meta device. Afterwards ``model.parameters()`` are this rank's
+    rows, fit for any elementwise optimizer; inside forward and backward, modules see full
+    parameters.
 
     Args:
-        model: A materialised module on the mesh's device.
+        model: A module on the mesh's device, or on the meta device.
         strategy: ``ddp``, ``zero1``, ``zero2``, ``zero3``, ``hybrid``, ``hybrid_zero2``,
             ``hybrid_full_optimizer`` or an alias such as ``full_shard``.
         mesh: From `init_mesh`; by default all ranks shard, or for the hybrids the ranks of a node.
         units: ``"auto"``: repeated blocks, and lone modules that are large beside them; or a
             module class, several, or a predicate; None for one unit.
         precision: Dtypes; by default each parameter's own, with float32 masters or wider.
+        whole: Parameters that one rank owns whole, since their optimizer can't work on rows:
+            ``"matrices"`` (for Muon), ``"all"`` (for Adafactor), names, or a callable
+            ``(name, parameter) -> bool``; always among those that train. On the other ranks such
+            a parameter has no rows, and optimizers pass it over.
+        initialize: False leaves parameters that are on the meta device without values, which are
+            NaN until `load_safetensors` brings them.
         **settings: Fields of `EngineSettings`.
 
     Returns:
@@ -90,6 +100,8 @@ def shard(
         units=units,
         precision=precision or Precision(),
         settings=chosen,
+        whole=whole,
+        initialize=initialize,
     )
     return model
 
@@ -105,7 +117,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     Args:
         model: A sharded model.
     """
-    policy = _engine_of(model).policy
+    policy = require_engine(model).policy
     before = policy.is_last_micro_batch
     policy.is_last_micro_batch = False
     try:
@@ -155,7 +167,7 @@ def unsharded(module: nn.Module, *, writeback: bool = False) -> AbstractContextM
         module: A sharded model or any of its sub-modules.
         writeback: Take over changes of the parameters at the end; every rank must make the same.
     """
-    return unsharded_units(_engine_of(module), module, writeback=writeback)
+    return unsharded_units(require_engine(module), module, writeback=writeback)
 
 
 def clip_grad_norm_(
@@ -180,7 +192,7 @@ def clip_grad_norm_(
         Scalar tensor on the mesh's device: the global norm before clipping, bitwise equal on all
         ranks.
     """
-    engine = _engine_of(model)
+    engine = require_engine(model)
     engine.reducer.check_complete()
     order = math.inf if str(norm_type).lower() == "inf" else float(norm_type)
     return clip_gradients(engine, max_norm, order, error_if_nonfinite=error_if_nonfinite)
@@ -229,7 +241,7 @@ def unshard_(model: ModuleT) -> ModuleT:
     Raises:
         LifecycleError: `model` is only a part of a sharded model, or a pass is under way.
     """
-    engine = _engine_of(model)
+    engine = require_engine(model)
     if engine.model is not model:
         raise LifecycleError(
             f"this {type(model).__name__} is part of a sharded {type(engine.model).__name__}; call "
@@ -245,19 +257,9 @@ def describe(model: nn.Module) -> Description:
     Returns:
         A description; print it, or read its fields.
     """
-    return describe_engine(_engine_of(model))
+    return describe_engine(require_engine(model))
 
 
 def ledger(model: nn.Module) -> Ledger:
     """The running account of what this rank holds and sends for a sharded model."""
-    return _engine_of(model).ledger
-
-
-def _engine_of(module: nn.Module) -> Engine:
-    engine = engine_of(module) if isinstance(module, nn.Module) else None
-    if engine is None:
-        raise LifecycleError(
-            f"expected a module sharded by sw.shard(), found a plain {type(module).__name__}; "
-            "call model = sw.shard(model, ...) first"
-        )
-    return engine
+    return require_engine(model).ledger

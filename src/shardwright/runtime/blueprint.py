@@ -7,6 +7,7 @@ Both are free of side effects, so that ranks can agree on the outcome first.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,12 @@ from shardwright.core.memory import MemoryPlan, UnitNeeds, plan_memory
 from shardwright.core.strategy import Gathered, Gradients, Strategy
 from shardwright.runtime.install import engine_of
 from shardwright.runtime.mesh import Mesh
-from shardwright.runtime.precision import Precision, dtype_name, master_dtype
+from shardwright.runtime.precision import (
+    Precision,
+    dtype_name,
+    find_kept_modules,
+    warn_if_masters_are_narrow,
+)
 from shardwright.runtime.settings import EngineSettings
 from shardwright.runtime.transport.base import Axis, Transport
 from shardwright.runtime.unit import Topology
@@ -28,6 +34,7 @@ from shardwright.runtime.units import (
     find_units,
     warn_if_one_unit_dominates,
 )
+from shardwright.runtime.whole import WholeArgument, choose_whole, warn_if_whole_pads
 
 __all__ = ["Blueprint", "check_model", "describe_for_agreement", "draw"]
 
@@ -43,6 +50,7 @@ class Blueprint:
     plan: MemoryPlan
     strategy: Strategy
     gathered: list[Gathered]
+    kept: list[nn.Module]  # those that `Precision.keep` names
 
 
 _REWRITING_MODULES = (
@@ -99,10 +107,7 @@ def _check_tensors(model: nn.Module, mesh: Mesh) -> None:
             )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
-            raise SpecError(
-                f"{name!r} is on the meta device and has no values; build the model on "
-                f"{str(mesh.device)!r} before sw.shard()"
-            )
+            continue  # `first_values` knows whether there are values for it
         if tensor.device.type != mesh.device.type or (
             tensor.is_cuda and tensor.device != mesh.device
         ):
@@ -121,59 +126,28 @@ def draw(
     precision: Precision,
     settings: EngineSettings,
     transport: Transport,
+    whole: WholeArgument = None,
 ) -> Blueprint:
     """Find units, lay them out and plan memory; moves and allocates nothing."""
     modules = find_units(model, units)
     if not any(m.owned for m in modules):
         raise SpecError(f"{type(model).__name__} has no parameters to shard")
-    strategy = strategy.with_gradients(
-        None if settings.accumulation is None else Gradients(settings.accumulation)
-    )
     topology = _topology(strategy, mesh)
     gathered = [_gathered_for(m, modules, strategy, settings, topology) for m in modules]
-    multiple = 1 if topology.owners_per_shard > 1 else topology.replicate.size
-    layouts, needs = [], []
-    for unit, keeps in zip(modules, gathered, strict=True):
-        specs = [_spec(p.name, p.parameter, precision) for p in unit.owned]
-        layout = (
-            lay_out(
-                unit.name,
-                specs,
-                shard_size=topology.shard.size,
-                owners_per_shard=topology.owners_per_shard,
-                multiple=multiple,
-            )
-            if specs
-            else None
-        )
-        master = torch.float32
-        for owned in unit.owned:
-            master = torch.promote_types(master, master_dtype(owned.parameter.dtype))
-        layouts.append(layout)
-        needs.append(
-            UnitNeeds(
-                layout=layout,
-                depth=unit.depth,
-                gathered=keeps,
-                master_dtype=dtype_name(master),
-                reduce_dtype=dtype_name(precision.reduce or master),
-            )
-        )
+    kept = find_kept_modules(model, precision)
+    in_kept = {id(p) for module in kept for p in module.parameters()}
+    specs = _specify(modules, precision, in_kept, choose_whole(model, whole))
+    layouts = _lay_out_units(modules, specs, topology)
+    needs = [
+        _needs(unit, layout, keeps, precision)
+        for unit, layout, keeps in zip(modules, layouts, gathered, strict=True)
+    ]
+    warn_if_masters_are_narrow(model, precision)
+    warn_if_whole_pads(layouts)
     if strategy.gathered is Gathered.USE and topology.shard.size > 1:
         itemsize = (precision.param or torch.float32).itemsize
         warn_if_one_unit_dominates(modules, itemsize)
-    ahead = max(
-        settings.forward_prefetch,
-        settings.backward_prefetch if settings.backward_prefetch_at == "pre" else 0,
-    )
-    plan = plan_memory(
-        needs,
-        gradients=strategy.gradients,
-        replicas=topology.replicate.size,
-        gather_distance=min(ahead, settings.max_in_flight),
-        reduce_distance=settings.reduce_in_flight,
-        needs_staging=transport.needs_staging,
-    )
+    strategy, plan = _plan(needs, strategy, topology, settings, transport)
     return Blueprint(
         modules=modules,
         layouts=layouts,
@@ -182,7 +156,102 @@ def draw(
         plan=plan,
         strategy=strategy,
         gathered=gathered,
+        kept=kept,
     )
+
+
+def _specify(
+    units: list[UnitModules], precision: Precision, in_kept: Set[int], owned_whole: Set[int]
+) -> list[list[ParameterSpec]]:
+    """What the layout needs to know of every parameter, by unit."""
+    return [
+        [
+            ParameterSpec(
+                name=owned.name,
+                shape=tuple(owned.parameter.shape),
+                dtype=dtype_name(
+                    precision.compute_of(
+                        owned.parameter.dtype, is_kept=id(owned.parameter) in in_kept
+                    )
+                ),
+                trainable=owned.parameter.requires_grad,
+                is_whole=id(owned.parameter) in owned_whole,
+            )
+            for owned in unit.owned
+        ]
+        for unit in units
+    ]
+
+
+def _lay_out_units(
+    units: list[UnitModules], specs: list[list[ParameterSpec]], topology: Topology
+) -> list[UnitLayout | None]:
+    divided = topology.owners_per_shard > 1
+    return [
+        lay_out(
+            unit.name,
+            parameters,
+            shard_size=topology.shard.size,
+            owners_per_shard=topology.owners_per_shard,
+            multiple=1 if divided else topology.replicate.size,
+            turn=turn,
+        )
+        if parameters
+        else None
+        for turn, (unit, parameters) in enumerate(zip(units, specs, strict=True))
+    ]
+
+
+def _needs(
+    unit: UnitModules, layout: UnitLayout | None, gathered: Gathered, precision: Precision
+) -> UnitNeeds:
+    master = precision.master or torch.float32
+    for owned in unit.owned:
+        master = torch.promote_types(master, precision.master_of(owned.parameter.dtype))
+    return UnitNeeds(
+        layout=layout,
+        depth=unit.depth,
+        gathered=gathered,
+        master_dtype=dtype_name(master),
+        reduce_dtype=dtype_name(precision.reduce or master),
+    )
+
+
+def _plan(
+    needs: list[UnitNeeds],
+    strategy: Strategy,
+    topology: Topology,
+    settings: EngineSettings,
+    transport: Transport,
+) -> tuple[Strategy, MemoryPlan]:
+    """Plan memory, and decide where gradients live between micro-batches.
+
+    A setting overrules the strategy; a memory budget chooses whole gradients, which are reduced
+    once per step, where they fit into it.
+    """
+    ahead = max(
+        settings.forward_prefetch,
+        settings.backward_prefetch if settings.backward_prefetch_at == "pre" else 0,
+    )
+
+    def plan_for(gradients: Gradients) -> MemoryPlan:
+        return plan_memory(
+            needs,
+            gradients=gradients,
+            replicas=topology.replicate.size,
+            gather_distance=min(ahead, settings.max_in_flight),
+            reduce_distance=settings.reduce_in_flight,
+            needs_staging=transport.needs_staging,
+        )
+
+    gradients = strategy.gradients
+    if settings.accumulation is not None:
+        gradients = Gradients(settings.accumulation)
+    elif settings.memory_budget_gib is not None and topology.shard.size > 1:
+        whole_bytes = sum(plan_for(Gradients.WHOLE).bytes_by_category.values())
+        fits = whole_bytes <= settings.memory_budget_gib * 2**30
+        gradients = Gradients.WHOLE if fits else Gradients.SHARDED
+    return strategy.with_gradients(gradients), plan_for(gradients)
 
 
 def _topology(strategy: Strategy, mesh: Mesh) -> Topology:
@@ -228,17 +297,6 @@ def _gathered_for(
     return keeps
 
 
-def _spec(name: str, parameter: nn.Parameter, precision: Precision) -> ParameterSpec:
-    is_float = parameter.dtype.is_floating_point
-    dtype = precision.param if precision.param is not None and is_float else parameter.dtype
-    return ParameterSpec(
-        name=name,
-        shape=tuple(parameter.shape),
-        dtype=dtype_name(dtype),
-        trainable=parameter.requires_grad,
-    )
-
-
 def describe_for_agreement(
     model: nn.Module, blueprint: Blueprint, settings: EngineSettings, precision: Precision
 ) -> list[str]:
@@ -256,6 +314,13 @@ def describe_for_agreement(
     ]
     lines += [
         f"unit {unit.name} of {', '.join(p.name for p in unit.owned)}" for unit in blueprint.modules
+    ]
+    lines += [
+        f"parameter {place.spec.name} owned whole"
+        for layout in blueprint.layouts
+        if layout is not None
+        for place in layout.placements
+        if place.spec.is_whole
     ]
     lines += [
         f"buffer {name} of shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()

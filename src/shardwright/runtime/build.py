@@ -18,6 +18,12 @@ from shardwright.runtime.blueprint import Blueprint, check_model, describe_for_a
 from shardwright.runtime.buffers import Buffers
 from shardwright.runtime.engine import Engine
 from shardwright.runtime.failure import Waiting
+from shardwright.runtime.first_values import (
+    FirstValues,
+    LocalValues,
+    agree_on_first_values,
+    find_local_values,
+)
 from shardwright.runtime.gradients import GradientReducer
 from shardwright.runtime.install import install
 from shardwright.runtime.lanes import Lanes
@@ -29,11 +35,12 @@ from shardwright.runtime.precision import Precision, cast_buffers
 from shardwright.runtime.settings import EngineSettings
 from shardwright.runtime.transport.base import Transport
 from shardwright.runtime.transport.collective import CollectiveTransport
-from shardwright.runtime.transport.control import agree, broadcast_
+from shardwright.runtime.transport.control import agree
 from shardwright.runtime.transport.pairwise import PairwiseTransport
 from shardwright.runtime.unit import ShardedUnit
 from shardwright.runtime.unit_gradients import UnitGradients
 from shardwright.runtime.units import UnitsArgument
+from shardwright.runtime.whole import WholeArgument
 
 __all__ = ["build_engine"]
 
@@ -46,18 +53,22 @@ def build_engine(
     units: UnitsArgument,
     precision: Precision,
     settings: EngineSettings,
+    whole: WholeArgument = None,
+    initialize: bool = True,
 ) -> Engine:
     """Shard a model in place.
 
     Collective over the mesh's data axes.
 
     Args:
-        model: A materialised module on the mesh's device.
+        model: A module on the mesh's device, or on the meta device; see `first_values`.
         strategy: Placement of state.
         mesh: Mesh.
         units: How to divide the model; see `find_units`.
         precision: Dtypes.
         settings: Settings.
+        whole: Which parameters one owner has whole; see `choose_whole`.
+        initialize: False leaves parameters on the meta device NaN, to be loaded.
 
     Returns:
         The engine that now runs the model's units.
@@ -70,16 +81,23 @@ def build_engine(
     transport = _choose_transport(settings, mesh)
     error: ShardwrightError | None = None
     lines: list[str] = []
-    blueprint = None
+    blueprint: Blueprint | None = None
+    local: LocalValues | None = None
     try:
         check_model(model, mesh)
-        blueprint = draw(model, strategy, mesh, units, precision, settings, transport)
+        blueprint = draw(model, strategy, mesh, units, precision, settings, transport, whole)
         lines = describe_for_agreement(model, blueprint, settings, precision)
+        lines.append(f"initialize {initialize}")
+        local = find_local_values(model, blueprint.modules)
     except ShardwrightError as found:
         error = found
     agree(mesh.data_axis, lines, error, "shard the model")
     assert blueprint is not None
-    return _construct(model, blueprint, mesh, precision, settings, transport)
+    assert local is not None
+    first_values = agree_on_first_values(
+        local, mesh, is_broadcast=settings.broadcast_init, is_initialized=initialize
+    )
+    return _construct(model, blueprint, mesh, precision, settings, transport, first_values)
 
 
 def _choose_transport(settings: EngineSettings, mesh: Mesh) -> Transport:
@@ -103,14 +121,13 @@ def _construct(
     precision: Precision,
     settings: EngineSettings,
     transport: Transport,
+    first_values: FirstValues,
 ) -> Engine:
     buffers = Buffers(mesh.device)
     plan = blueprint.plan
     if precision.buffer is not None:
         cast_buffers(model, precision.buffer)
-    if settings.broadcast_init:
-        for buffer in model.buffers():
-            broadcast_(buffer, mesh.data_axis)
+    first_values.fill_buffers(model)
 
     def allocate(category: str, sizes: tuple[int, ...]) -> list[torch.Tensor]:
         return [buffers.allocate(category, size, torch.uint8) for size in sizes]
@@ -135,15 +152,10 @@ def _construct(
         units.append(unit)
         if layout is None:
             continue
-        values = [p.detach().contiguous() for p in unit.parameters]
-        if settings.broadcast_init:
-            for value in values:
-                broadcast_(value, mesh.data_axis)
         slot = plan.parameter_slots.slot_of[index]
-        unit.bind_parameters(slot, slots[slot], values, buffers, transport)
-        del values
-        for position, (owned, shard) in enumerate(zip(modules.owned, unit.shards, strict=True)):
-            owned.parameter.data = shard
+        unit.bind_parameters(slot, slots[slot], buffers, transport)
+        for position, owned in enumerate(modules.owned):
+            first_values.store(unit, position)
             owned.parameter.grad = None
             mark_sharded(
                 owned.parameter,
@@ -227,6 +239,7 @@ def _assemble(
             backward_prefetch=settings.backward_prefetch,
             backward_prefetch_after=settings.backward_prefetch_at == "post",
             max_in_flight=settings.max_in_flight,
+            forgets_on_reshard=settings.poison_released,
         ),
     )
     lanes = Lanes(mesh.device, len(units), len(slots))
@@ -256,6 +269,7 @@ def _assemble(
         precision=precision,
         mesh=mesh,
         strategy=blueprint.strategy,
+        poisons_released=settings.poison_released,
     )
     engine.watch = watch = OptimizerWatch(engine)
     last_in_slot = {u.slot: u.index for u in units if u.parameters}
@@ -267,7 +281,8 @@ def _assemble(
                 UnitTraffic(
                     layout=u.layout,
                     gathered=u.gathered,
-                    is_resident_at_turn=last_in_slot[u.slot] == u.index,
+                    is_resident_at_turn=not settings.poison_released
+                    and last_in_slot[u.slot] == u.index,
                     reduce_itemsize=needs.reduce_itemsize,
                 )
                 for u, needs in zip(units, blueprint.needs, strict=True)
@@ -280,5 +295,5 @@ def _assemble(
             is_held=policy.is_held,
         )
     )
-    install(model, engine, direct_gradients=settings.direct_gradients)
+    install(model, engine, direct_gradients=settings.direct_gradients, kept=blueprint.kept)
     return engine

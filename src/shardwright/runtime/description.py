@@ -24,6 +24,7 @@ class UnitDescription:
         gradient_numel: Elements of its gradient space, padding and control segment included.
         gathered: ``step``, ``backward`` or ``use``: how long it stays so.
         slot: Slot it is gathered into; units with the same slot take turns.
+        whole: Names of the parameters that one owner has whole.
         rows: Rows of dimension 0 of each parameter held by each owner, ``(start, stop)``.
     """
 
@@ -35,6 +36,7 @@ class UnitDescription:
     gradient_numel: int
     gathered: str
     slot: int
+    whole: tuple[str, ...]
     rows: dict[str, tuple[tuple[int, int], ...]]
 
 
@@ -72,6 +74,9 @@ class Description:
             f"  {u.gathered:<8}  {u.slot}"
             for u in self.units
         ]
+        whole = sum(len(u.whole) for u in self.units)
+        if whole:
+            lines.append(f"{whole} parameters owned whole, each by one rank of those that shard")
         held = ", ".join(
             f"{name.replace('_', ' ')} {size / _MIB:.3f}"
             for name, size in self.memory_bytes.items()
@@ -102,6 +107,9 @@ def describe_engine(engine: Engine) -> Description:
                 gradient_numel=layout.gradient_numel,
                 gathered=unit.gathered.value,
                 slot=unit.slot,
+                whole=tuple(
+                    n for n, p in zip(names, layout.placements, strict=True) if p.spec.is_whole
+                ),
                 rows={
                     name: tuple(layout.rows(i, owner) for owner in range(layout.num_owners))
                     for i, name in enumerate(names)

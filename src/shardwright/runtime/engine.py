@@ -23,9 +23,11 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwright.core.errors import LifecycleError
 from shardwright.core.policy import REPLICATE, Action, Op, Policy
-from shardwright.core.strategy import Strategy
+from shardwright.core.strategy import Gathered, Strategy
 from shardwright.runtime.autograd import BackwardHook, Call, make_aliases, watch_outputs
 from shardwright.runtime.buffers import Buffers
+from shardwright.runtime.compiling import compiled_inside, pause, resume, skipped_by_compiler
+from shardwright.runtime.direct_linear import write_indirectly
 from shardwright.runtime.failure import Waiting
 from shardwright.runtime.gradients import GradientReducer
 from shardwright.runtime.lanes import Lanes
@@ -46,15 +48,34 @@ class UnitForward:
         self.unit = unit
         self.inner = inner
 
+    @skipped_by_compiler
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with its parameters gathered."""
-        return self.engine.run_forward(self.unit, self.inner, args, kwargs)
+        return _run_unit(self, args, kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module's own forward; stands in for `nn.Module.compile`."""
+        write_indirectly(self.unit.modules.module)
+        self.inner = torch.compile(self.inner, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise LifecycleError(
             "a sharded model cannot be deep-copied: its parameters are views of shared buffers. "
-            "Copy it before sw.shard(), or copy full values inside sw.unsharded(model)."
+            "Copy it before sw.shard(), or copy full values inside sw.unsharded(model). For "
+            "averages of its weights use sw.EMA(model, decay) instead of a copying AveragedModel."
         )
+
+
+@skipped_by_compiler
+def _run_unit(forward: UnitForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    compiler = pause()
+    try:
+        if compiler is not None:
+            write_indirectly(forward.unit.modules.module)
+        inner = compiled_inside(forward.inner, compiler)
+        return forward.engine.run_forward(forward.unit, inner, args, kwargs)
+    finally:
+        resume(compiler)
 
 
 class _BackwardEnd:
@@ -92,6 +113,7 @@ class Engine:
         precision: Casts of inputs and outputs.
         mesh: The mesh the model is sharded over.
         strategy: How.
+        poisons_released: Whether released slots are overwritten with NaN.
     """
 
     def __init__(
@@ -110,6 +132,7 @@ class Engine:
         precision: Precision,
         mesh: Mesh,
         strategy: Strategy,
+        poisons_released: bool = False,
     ) -> None:
         self.model = model
         self.units = list(units)
@@ -125,6 +148,7 @@ class Engine:
         self.precision = precision
         self.mesh = mesh
         self.strategy = strategy
+        self._poisons_released = poisons_released
         self.hook_handles: list[RemovableHandle] = []
         self.watch: object = None  # keeps the optimizer watch alive as long as the engine
         self.generation = 0
@@ -147,14 +171,15 @@ class Engine:
             Op.FORWARD: self._await_parameters,
             Op.BACKWARD: self._await_parameters,
             Op.RESHARD: self._reshard,
-            Op.REDUCE: lambda unit, _: self.reducer.start_reduce(unit),
+            Op.REDUCE: self._reduce,
             Op.REPLICATE: lambda unit, _: self.reducer.request_replicate(unit),
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise LifecycleError(
             "a sharded model cannot be deep-copied: its parameters are views of shared buffers. "
-            "Copy it before sw.shard(), or copy full values inside sw.unsharded(model)."
+            "Copy it before sw.shard(), or copy full values inside sw.unsharded(model). For "
+            "averages of its weights use sw.EMA(model, decay) instead of a copying AveragedModel."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -183,12 +208,11 @@ class Engine:
         is_outermost = not self.policy.is_any_open()
         if is_outermost:
             self._look_for_changes()
-        self._make_room(unit)
-        is_root = unit.index == 0
-        if is_root:
-            self.ledger.pass_begins(expects_backward=torch.is_grad_enabled())
             if self.precision.param is not None:
                 args, kwargs = cast_floating((args, kwargs), self.precision.param)
+        self._make_room(unit)
+        if unit.index == 0:
+            self.ledger.pass_begins(expects_backward=torch.is_grad_enabled())
         try:
             self._execute(self.policy.forward_enter(unit.index))
             call = Call(self, unit, self.generation)
@@ -208,7 +232,7 @@ class Engine:
                 if is_outermost and isinstance(error, Exception):
                     self.monitor.failed_here(error, "forward", unit.name)
             raise
-        if is_root and self.precision.output is not None:
+        if is_outermost and self.precision.output is not None:
             outputs = cast_floating(outputs, self.precision.output)
         outputs = _clone_escaping(outputs, unit)
         expects_backward = self._leave_forward(call, aliases, outputs, (args, kwargs))
@@ -465,8 +489,13 @@ class Engine:
         if not self.policy.is_open(unit.index):
             self._open_calls[unit.index].clear()
             unit.unshadow()
+            if self._poisons_released and unit.gathered is not Gathered.STEP:
+                self.slots[unit.slot].fill_(0xFF)  # NaN in every floating-point format
         if unit.slot >= 0:
             self.lanes.compute_released_slot(unit.slot)
+
+    def _reduce(self, unit: ShardedUnit, _: Action) -> None:
+        self.reducer.start_reduce(unit, is_last=self.policy.is_last_micro_batch)
 
     def _finish_gather(self, unit: ShardedUnit) -> None:
         if unit.is_gathering:

@@ -2,7 +2,7 @@
 
 A unit's gradient buffer is filled by direct writes and by at most one foreach copy, reduced over
 the shard axis, added to what earlier micro-batches left, reduced over replicas once per step and
-divided by the number of data ranks once, last.
+divided by the number of data ranks once, last: by the last reduction itself, where that can.
 
 [Note: a gradient is alive while `.grad` is] Sums that wait for further micro-batches are assigned
 to the shards' `.grad` too. Setting `.grad` to None, as `zero_grad` does, therefore discards them,
@@ -97,8 +97,13 @@ class GradientReducer:
         if gradient not in self._touched:
             self._touched[gradient] = None
             gradient.begin()
-        elif gradient.is_reduced:
+            return
+        if gradient.is_reduced or gradient.is_scaled:
             self._lanes.compute_waits_for_replicate(unit.index)
+        if gradient.is_scaled:  # what was thought complete is to be added to
+            gradient.multiply(1.0 / self._scale)
+            gradient.is_scaled = False
+        if gradient.is_reduced:
             gradient.reopen()
 
     def collect(
@@ -135,10 +140,14 @@ class GradientReducer:
         if additions[0]:
             torch._foreach_add_(additions[0], additions[1])
 
-    def start_reduce(self, unit: ShardedUnit) -> None:
+    def start_reduce(self, unit: ShardedUnit, *, is_last: bool) -> None:
         """Reduce a unit's gradient over the shard axis.
 
         Lane: reduce. Waits: for the staging's last user. Signals: the reduction.
+
+        Args:
+            unit: The unit.
+            is_last: Whether this is the last micro-batch of the step.
         """
         gradient = unit.gradient
         if gradient is None:
@@ -151,11 +160,14 @@ class GradientReducer:
             self._settle_through(user)
         self._user_of_staging[gradient.staging_slot] = gradient
         gradient.is_reduced = gradient.home is Gradients.WHOLE
+        topology, scale = unit.topology, 1.0
+        if is_last and topology.reduce.size > 1 and topology.replicate.size == 1:
+            scale, gradient.is_scaled = self._scale, True
         lanes = self._lanes
         lanes.compute_wrote_gradient(unit.index)
         with lanes.reduce(), self._waiting("reduce_scatter", unit.name, is_timed=False):
             lanes.reduce_waits_for_gradient(unit.index)
-            gradient.reduce.start()
+            gradient.reduce.start(scale=scale)
         self._ledger.count("reduce_scatter", "shard", unit, gradient.reduce)
         self._monitor.issued("reduce_scatter", unit.name)
         self._reducing.append(gradient)
@@ -203,7 +215,8 @@ class GradientReducer:
         with lanes.replicate(), self._waiting("all_reduce", unit.name, is_timed=False):
             lanes.replicate_waits_for_reduce(unit.index)
             _copy_all(gradient.casts_to_reduce)
-            gradient.replicate.start()
+            gradient.is_scaled = not gradient.casts_to_reduce
+            gradient.replicate.start(scale=self._scale if gradient.is_scaled else 1.0)
         kind = "reduce_scatter" if unit.layout.owners_per_shard > 1 else "all_reduce"
         self._ledger.count(kind, "replicate", unit, gradient.replicate)
         self._monitor.issued(f"{kind} over replicas", unit.name)
@@ -290,7 +303,7 @@ class GradientReducer:
     def abort(self) -> None:
         """Forget this backward; what is in flight is finished when its buffer is next used."""
         for gradient in self._touched:
-            gradient.wants_replicate = False
+            gradient.wants_replicate = gradient.is_scaled = False
         self._waiting_for_last.update(self._touched)
         self._touched.clear()
         self._scale, self._num_tokens = self._mean_scale, 0

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
+
 from torch import nn
 
-from shardwright.runtime.direct_linear import DirectLinear
+from shardwright.core.errors import LifecycleError
+from shardwright.runtime.compiling import is_compiled
+from shardwright.runtime.direct_linear import DirectLinear, write_indirectly
 from shardwright.runtime.engine import Engine, UnitForward
+from shardwright.runtime.parameter import StrayReads
+from shardwright.runtime.precision import CastForward
 from shardwright.runtime.unit import ShardedUnit
 from shardwright.runtime.unit_gradients import StrayUseGuard, UnitGradients
+from shardwright.runtime.units import OwnedParameter
 
-__all__ = ["engine_of", "install", "uninstall"]
+__all__ = ["engine_of", "install", "require_engine", "uninstall"]
 
 _ATTRIBUTE = "_shardwright_engine"
 """Instance attribute under which every module of a sharded model knows its engine."""
@@ -20,13 +28,44 @@ def engine_of(module: nn.Module) -> Engine | None:
     return module.__dict__.get(_ATTRIBUTE)
 
 
-def install(model: nn.Module, engine: Engine, *, direct_gradients: bool) -> None:
-    """Wrap forwards, guard state dicts and let modules know their engine."""
+def require_engine(module: nn.Module) -> Engine:
+    """The engine that runs a module.
+
+    Raises:
+        LifecycleError: It is a plain one.
+    """
+    engine = engine_of(module) if isinstance(module, nn.Module) else None
+    if engine is None:
+        raise LifecycleError(
+            f"expected a module sharded by sw.shard(), found a plain {type(module).__name__}; "
+            "call model = sw.shard(model, ...) first"
+        )
+    return engine
+
+
+def install(
+    model: nn.Module, engine: Engine, *, direct_gradients: bool, kept: Iterable[nn.Module]
+) -> None:
+    """Wrap forwards, guard state dicts and let modules know their engine.
+
+    Args:
+        model: The model.
+        engine: What runs it from now on.
+        direct_gradients: Whether Linear layers write their weights' gradients themselves.
+        kept: Modules that compute in a dtype of their own.
+    """
     for unit in engine.units:
         if direct_gradients and unit.gradient is not None:
             _write_directly(unit, unit.gradient)
+    for module in kept:
+        module.__dict__["forward"] = CastForward(module)
+    for unit in engine.units:
         module = unit.modules.module
-        module.__dict__["forward"] = UnitForward(engine, unit, module.forward)
+        if is_compiled(module):
+            write_indirectly(module)
+        forward = UnitForward(engine, unit, module.forward)
+        module.__dict__["forward"] = forward
+        module.__dict__["compile"] = forward.compile
     handles = engine.hook_handles
     for module in model.modules():
         module.__dict__[_ATTRIBUTE] = engine
@@ -37,6 +76,8 @@ def install(model: nn.Module, engine: Engine, *, direct_gradients: bool) -> None
             if owned.parameter.requires_grad:
                 guard = StrayUseGuard(owned.name)
                 handles.append(owned.parameter.register_post_accumulate_grad_hook(guard))
+            if unit.layout.num_owners > 1:
+                _make_reads_loud(unit, owned)
 
 
 def uninstall(engine: Engine) -> None:
@@ -46,13 +87,24 @@ def uninstall(engine: Engine) -> None:
     engine.hook_handles.clear()
     for module in engine.model.modules():
         module.__dict__.pop(_ATTRIBUTE, None)
+        module.__dict__["_parameters"] = dict(module._parameters)
         forward = module.__dict__.get("forward")
-        while isinstance(forward, (UnitForward, DirectLinear)):
+        if isinstance(forward, UnitForward):
+            module.__dict__.pop("compile", None)
+        while isinstance(forward, (UnitForward, DirectLinear, CastForward)):
             forward = forward.inner
         if getattr(forward, "__self__", None) is module:
             module.__dict__.pop("forward", None)  # the class's own, bound
         elif forward is not None:
             module.__dict__["forward"] = forward
+
+
+def _make_reads_loud(unit: ShardedUnit, owned: OwnedParameter) -> None:
+    """Notice reads outside the unit; see [Note: stray reads] in `parameter`."""
+    for module, _ in owned.locations:
+        if not isinstance(module._parameters, StrayReads):
+            is_full = functools.partial(getattr, unit, "is_unsharded_by_user")
+            module.__dict__["_parameters"] = StrayReads(module._parameters, is_full)
 
 
 def _write_directly(unit: ShardedUnit, gradient: UnitGradients) -> None:

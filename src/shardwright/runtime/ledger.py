@@ -382,6 +382,8 @@ def _state_per_element(
     """``(tensors per parameter, whether a 4-byte step count is kept)`` of known optimizers."""
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         return (3 if group.get("amsgrad") else 2), True
+    if isinstance(optimizer, torch.optim.Muon):
+        return 1, False
     if isinstance(optimizer, torch.optim.SGD):
         return int(bool(group.get("momentum"))), False
     return 0, False

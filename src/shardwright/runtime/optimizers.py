@@ -21,19 +21,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from shardwright.core.errors import LifecycleError, SpecError
+from shardwright.core.errors import LifecycleError
+from shardwright.core.layout import ParameterSpec
 from shardwright.runtime.engine import Engine
+from shardwright.runtime.optimizer_kinds import Need, need_of
 
 __all__ = ["OptimizerWatch"]
-
-_WHOLE_MODEL = "it looks at all parameters at once, and a rank sees only its shards"
-_WHOLE_MATRIX = "it looks at whole matrices, and a rank may hold only some of their rows"
-_REFUSED = {
-    "LBFGS": _WHOLE_MODEL,
-    "Adafactor": _WHOLE_MATRIX,
-    "Muon": _WHOLE_MATRIX,
-    "SparseAdam": "gradients of sharded parameters are dense",
-}
 
 
 class OptimizerWatch:
@@ -45,34 +38,98 @@ class OptimizerWatch:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
-        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._needs: weakref.WeakKeyDictionary[torch.optim.Optimizer, Need | None] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._hidden: weakref.WeakKeyDictionary[
+            torch.optim.Optimizer, list[tuple[torch.Tensor, torch.Tensor]]
+        ] = weakref.WeakKeyDictionary()
+        self._divided: dict[int, ParameterSpec] = {}
+        self._elsewhere: dict[int, ParameterSpec] = {}
+        for unit in engine.units:
+            places = unit.layout.placements if unit.parameters else ()
+            for parameter, place in zip(unit.parameters, places, strict=True):
+                if place.spec.can_be_cut and unit.layout.num_owners > 1:
+                    self._divided[id(parameter)] = place.spec
+                elif parameter.numel() < place.spec.numel:
+                    self._elsewhere[id(parameter)] = place.spec
         _watches.add(self)
         _register_hooks_once()
 
     def optimizers(self) -> Iterator[torch.optim.Optimizer]:
         """Optimizers that have stepped this engine's parameters."""
-        return iter(list(self._seen))
+        return iter(list(self._needs))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check an optimizer and its gradients before it steps this engine's shards."""
         engine = self._engine()
         if engine is None or not self._units(engine, optimizer):
             return
-        if optimizer not in self._seen:
-            _check_kind(engine, optimizer)
-            _check_state(engine, optimizer)
-            self._seen.add(optimizer)
+        is_new = optimizer not in self._needs
+        need = need_of(optimizer) if is_new else self._needs[optimizer]
+        if need is not None:
+            need.check(optimizer, self._divided)
+        if is_new:
+            self._check_state(engine, optimizer, need)
+            self._needs[optimizer] = need
         _check_in_place(engine, optimizer)
         engine.before_step()
+        self._hide(optimizer, need)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note which units an optimizer has changed."""
         engine = self._engine()
         if engine is None:
             return
+        for parameter, gradient in self._hidden.pop(optimizer, ()):
+            if parameter.grad is None:
+                parameter.grad = gradient
         changed = self._units(engine, optimizer)
         if changed:
             engine.after_step(changed)
+
+    def _is_passed_over(self, parameter: torch.Tensor, need: Need | None) -> bool:
+        """Whether steps are to leave a parameter to the rank that owns it whole.
+
+        One that only happens to lie on another rank, such as a scalar, is left to optimizers that
+        take any rows, and so take none.
+        """
+        spec = self._elsewhere.get(id(parameter))
+        return spec is not None and (spec.is_whole or need is not None)
+
+    def _hide(self, optimizer: torch.optim.Optimizer, need: Need | None) -> None:
+        """Let a step pass over parameters that another rank owns whole.
+
+        What has no elements here needs no state and no time, and optimizers that divide by a
+        parameter's size would fail on it. All of them pass over a gradient of None.
+        """
+        hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if self._elsewhere:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None and self._is_passed_over(p, need):
+                        hidden.append((p, p.grad))
+                        p.grad = None
+        self._hidden[optimizer] = hidden
+
+    def _check_state(
+        self, engine: Engine, optimizer: torch.optim.Optimizer, need: Need | None
+    ) -> None:
+        """Refuse state that was made for whole parameters where a shard has only some rows."""
+        for parameter, state in optimizer.state.items():
+            is_here = id(parameter) not in self._divided and id(parameter) not in self._elsewhere
+            if is_here or self._is_passed_over(parameter, need):
+                continue
+            unit = engine.unit_of_parameter[id(parameter)]
+            for key, value in state.items():
+                is_elementwise = isinstance(value, torch.Tensor) and value.dim() > 0
+                if is_elementwise and value.shape != parameter.shape:
+                    raise LifecycleError(
+                        f"{type(optimizer).__name__} holds {key} of shape {tuple(value.shape)} for "
+                        f"a parameter of unit {unit.name!r} whose shard has "
+                        f"{tuple(parameter.shape)}: it was made for whole parameters. Build the "
+                        "optimizer after sw.shard(), and load no state of a plain model into it."
+                    )
 
     def _units(self, engine: Engine, optimizer: torch.optim.Optimizer) -> list[int]:
         """Indices of the engine's units that the optimizer holds parameters of, in order."""
@@ -104,34 +161,6 @@ def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for watch in list(_watches):
         watch.after_step(optimizer)
-
-
-def _check_kind(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    is_divided = any(u.parameters and u.layout.num_owners > 1 for u in engine.units)
-    for cls in type(optimizer).__mro__:
-        reason = _REFUSED.get(cls.__name__)
-        if reason is not None and (is_divided or reason is not _WHOLE_MATRIX):
-            raise SpecError(
-                f"{cls.__name__} cannot update a sharded model: {reason}. Use an elementwise "
-                "optimizer, such as torch.optim.AdamW or SGD."
-            )
-
-
-def _check_state(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse state that was made for whole parameters, before the model was sharded."""
-    for parameter, state in optimizer.state.items():
-        unit = engine.unit_of_parameter.get(id(parameter))
-        if unit is None:
-            continue
-        for key, value in state.items():
-            is_elementwise = isinstance(value, torch.Tensor) and value.dim() > 0
-            if is_elementwise and value.shape != parameter.shape:
-                raise LifecycleError(
-                    f"{type(optimizer).__name__} holds {key} of shape {tuple(value.shape)} for a "
-                    f"parameter of unit {unit.name!r} whose shard has {tuple(parameter.shape)}: it "
-                    "was made for whole parameters. Build the optimizer after sw.shard(), and "
-                    "load no state of a plain model into it."
-                )
 
 
 def _check_in_place(engine: Engine, optimizer: torch.optim.Optimizer) -> None:

@@ -1,13 +1,25 @@
-"""The parameter a user sees after sharding: this rank's rows, showing the whole's shape."""
+"""The parameter a user sees after sharding: this rank's rows, showing the whole's shape.
+
+[Note: stray reads] Inside its unit's forward, ``module.weight`` is the gathered weight. Outside, it
+is the parameter itself, with this rank's rows, and a layer computed from it would often fit: rows
+of a Linear weight are only fewer outputs. So an attribute read from outside (`StrayReads` sees it,
+while ``parameters()`` and optimizers go past it) makes that one parameter refuse what layers and
+statistics are computed with. Parameters nobody reads so cost nothing.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
-__all__ = ["ShardedParameter", "mark_plain", "mark_sharded"]
+from shardwright.core.errors import LifecycleError
+
+__all__ = ["ShardedParameter", "StrayReads", "mark_plain", "mark_sharded"]
 
 
 class ShardedParameter(nn.Parameter):
@@ -16,13 +28,16 @@ class ShardedParameter(nn.Parameter):
     It stays the very object that modules and optimizers hold; only its class tells more.
 
     Attributes:
-        global_shape: Shape over all ranks.
+        global_shape: Shape over all ranks: what ``shape`` is in one process. Code that decides on
+            a parameter's size, such as an optimizer's threshold, should look at this.
+        global_numel: Elements over all ranks.
         rows: ``(start, stop)`` rows of dimension 0 held here.
         unit_name: Unit it belongs to.
         full_name: Fully qualified name in the model.
     """
 
     global_shape: torch.Size
+    global_numel: int
     rows: tuple[int, int]
     unit_name: str
     full_name: str
@@ -38,6 +53,102 @@ class ShardedParameter(nn.Parameter):
         )
 
 
+class _StrayParameter(ShardedParameter):
+    """A sharded parameter that was read outside its unit's forward.
+
+    Attributes:
+        is_full: Says whether it has all its rows now, on every rank.
+    """
+
+    is_full: Callable[[], bool]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Refuse what needs every row; run everything else as for any parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _NEEDS_EVERY_ROW:
+                for parameter in _strays((*args, *(kwargs or {}).values())):
+                    if not parameter.is_full():
+                        raise LifecycleError(_describe_stray(parameter, func))
+            return func(*args, **(kwargs or {}))
+
+
+class StrayReads(dict[str, nn.Parameter | None]):
+    """A module's own parameters, which notice when one is read as an attribute.
+
+    Args:
+        parameters: The module's.
+        is_full: Says whether they have all their rows now.
+    """
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter | None], is_full: Callable[[], bool]
+    ) -> None:
+        super().__init__(parameters)
+        self._is_full = is_full
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        """Called by ``module.name`` where no gathered weight shadows it."""
+        parameter = super().__getitem__(name)
+        if type(parameter) is ShardedParameter:
+            parameter.__class__ = _StrayParameter
+            parameter.is_full = self._is_full  # type: ignore[attr-defined]
+        return parameter
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copied and pickled as a plain dict, so that it is the engine that refuses both."""
+        return dict, (dict(self),)
+
+
+def _needs_every_row() -> frozenset[Callable[..., Any]]:
+    """What layers and statistics are computed with."""
+    functions = """linear bilinear embedding embedding_bag conv1d conv2d conv3d conv_transpose1d
+        conv_transpose2d conv_transpose3d layer_norm rms_norm group_norm batch_norm instance_norm
+        prelu scaled_dot_product_attention multi_head_attention_forward"""
+    products = """matmul mm bmm mv addmm addmv baddbmm einsum tensordot inner outer t transpose
+        permute movedim swapaxes cat stack index_select gather"""
+    methods = """matmul mm bmm mv addmm __matmul__ __rmatmul__ __getitem__ t transpose permute
+        index_select gather"""
+    statistics = "norm sum mean std var max min amax amin median quantile count_nonzero"
+    found = [getattr(functional, name) for name in functions.split()]
+    found += [getattr(torch, name) for name in products.split()]
+    found += [getattr(torch.Tensor, name) for name in methods.split()]
+    found += [getattr(torch.Tensor, name) for name in statistics.split()]
+    found += [getattr(torch, name) for name in statistics.split()]
+    found += [torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm]
+    found += [torch.Tensor.T.__get__, torch.Tensor.mT.__get__]  # type: ignore[attr-defined]
+    found += [torch.layer_norm, torch.rms_norm, torch.group_norm, torch.batch_norm, torch.prelu]
+    return frozenset(found)
+
+
+_NEEDS_EVERY_ROW = _needs_every_row()
+
+
+def _strays(values: Iterable[Any]) -> Iterator[_StrayParameter]:
+    for value in values:
+        if isinstance(value, _StrayParameter):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _strays(value)
+
+
+def _describe_stray(parameter: ShardedParameter, func: Callable[..., Any]) -> str:
+    start, stop = parameter.rows
+    return (
+        f"{getattr(func, '__name__', func)}() was called on {parameter.full_name!r} outside the "
+        f"forward of its unit {parameter.unit_name!r}, where this rank has rows {start}:{stop} of "
+        f"shape {tuple(parameter.global_shape)} only. Call the unit's forward, use the weight "
+        "inside it, make the modules that share it one unit with units=..., or wrap the code in "
+        "`with sw.unsharded(model):` on every rank."
+    )
+
+
 def mark_sharded(
     parameter: nn.Parameter,
     *,
@@ -50,6 +161,7 @@ def mark_sharded(
     if type(parameter) is nn.Parameter:
         parameter.__class__ = ShardedParameter
     parameter.global_shape = torch.Size(global_shape)  # type: ignore[attr-defined]
+    parameter.global_numel = math.prod(global_shape)  # type: ignore[attr-defined]
     parameter.rows = rows  # type: ignore[attr-defined]
     parameter.unit_name = unit_name  # type: ignore[attr-defined]
     parameter.full_name = full_name  # type: ignore[attr-defined]
@@ -57,7 +169,7 @@ def mark_sharded(
 
 def mark_plain(parameter: nn.Parameter) -> None:
     """Undo `mark_sharded`."""
-    if type(parameter) is ShardedParameter:
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-    for name in ("global_shape", "rows", "unit_name", "full_name"):
+    if type(parameter) in (ShardedParameter, _StrayParameter):
+        parameter.__class__ = nn.Parameter
+    for name in ("global_shape", "global_numel", "rows", "unit_name", "full_name"):
         parameter.__dict__.pop(name, None)

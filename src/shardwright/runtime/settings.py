@@ -28,8 +28,14 @@ class EngineSettings:
             they are gathered once per step; None leaves it to the strategy.
         accumulation: ``"whole"`` or ``"sharded"`` gradients between micro-batches; None leaves
             it to the strategy.
+        memory_budget_gib: What parameters, gradients and slots may take per rank, without optimizer
+            state and activations. Where `accumulation` is None, gradients are kept whole between
+            micro-batches if that fits, which reduces them once per step, and sharded otherwise.
         direct_gradients: Let Linear layers write weight gradients into the reduce buffer.
         transport: ``"auto"``, ``"pairwise"`` or ``"collective"``.
+        poison_released: For finding faults: overwrite what a unit leaves in its slot with NaN, so
+            that a use of its weights after its forward or backward shows. Costs a gather more
+            where the slot still held the unit.
         broadcast_init: Take first values of parameters and buffers from the first data rank.
     """
 
@@ -41,8 +47,10 @@ class EngineSettings:
     residency: tuple[str, ...] = ()
     reshard_after_backward: bool | None = None
     accumulation: Literal["whole", "sharded"] | None = None
+    memory_budget_gib: float | None = None
     direct_gradients: bool = True
     transport: Literal["auto", "pairwise", "collective"] = "auto"
+    poison_released: bool = False
     broadcast_init: bool = True
 
     def __post_init__(self) -> None:
@@ -66,6 +74,10 @@ class EngineSettings:
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise SpecError(f"{name} must be a whole number from {least}, found {value!r}")
+        if self.memory_budget_gib is not None and not self.memory_budget_gib > 0:
+            raise SpecError(
+                f"memory_budget_gib must be more than 0, found {self.memory_budget_gib!r}"
+            )
 
     @classmethod
     def from_options(cls, options: dict[str, object]) -> EngineSettings:

@@ -136,16 +136,14 @@ class ShardedUnit:
         self,
         slot: int,
         memory: torch.Tensor,
-        values: Sequence[torch.Tensor],
         buffers: Buffers,
         transport: Transport,
     ) -> None:
-        """Lay the parameters' values into shards and the views into a slot.
+        """Allocate shards, still without values, and lay the views into a slot.
 
         Args:
             slot: Slot index.
             memory: The slot, flat uint8, at least `layout.gathered_bytes`.
-            values: Full value of each parameter, in the unit's order.
             buffers: Where shards are allocated.
             transport: Prepares the gathers.
         """
@@ -180,8 +178,6 @@ class ShardedUnit:
         ]
         self.owned_masters = master_pieces
         self.shards = self.own_rows(master_pieces)
-        for position, value in enumerate(values):
-            self.store(position, value)
         self.gather_over_replicas = transport.all_gather(
             [
                 Piece(whole=c, own=o)
@@ -222,10 +218,18 @@ class ShardedUnit:
             position: The parameter's position in the unit.
             value: Its full value, in the parameter's shape.
         """
-        start, stop = self._rows(position)
+        start, stop = self.rows(position)
         if stop > start:
-            shard = self.shards[position]
-            shard.copy_(value[start:stop] if value.dim() else value)
+            self.store_rows(position, value[start:stop] if value.dim() else value)
+
+    def store_rows(self, position: int, rows: torch.Tensor) -> None:
+        """Take this rank's rows of a value into the shard, cast to its dtype.
+
+        Args:
+            position: The parameter's position in the unit.
+            rows: The rows that `rows` names, on any device; a whole scalar.
+        """
+        self.shards[position].copy_(rows)
 
     def was_written(self) -> bool:
         """Whether parameters were written to in place since this was last asked.
@@ -239,7 +243,8 @@ class ShardedUnit:
                     raise LifecycleError(
                         f"{owned.name!r} is another object since sw.shard(), one that neither "
                         "gathers nor reductions reach. Tie and exchange parameters before "
-                        "sw.shard(); give them other values in place."
+                        "sw.shard(); give them other values in place; use functional_call on a "
+                        "plain model."
                     )
         versions = sum([p._version for p in self.parameters])
         is_written, self._versions = versions != self._versions, versions
@@ -279,7 +284,8 @@ class ShardedUnit:
 
     # Views
 
-    def _rows(self, position: int) -> tuple[int, int]:
+    def rows(self, position: int) -> tuple[int, int]:
+        """Rows of a parameter that this rank holds, ``(start, stop)``; equal where none."""
         return self.layout.rows(position, self.topology.owner)
 
     def own_rows(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -290,7 +296,7 @@ class ShardedUnit:
         """
         views = []
         for position, place in enumerate(self.layout.placements):
-            start, stop = self._rows(position)
+            start, stop = self.rows(position)
             segment = self.layout.segments[place.segment]
             spec = place.spec
             piece = pieces[place.segment]

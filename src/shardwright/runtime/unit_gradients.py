@@ -43,6 +43,7 @@ class UnitGradients:
         has_sums: Whether the sums hold gradients to add to.
         is_reduced: Whether this backward has reduced the sums as far as they will be.
         is_final: Whether `.grad` holds the mean over all ranks, ready for the optimizer.
+        is_scaled: Whether this backward's last reduction has turned the sums into means already.
         wants_replicate: Whether a reduction over replicas is to follow the one over shards.
     """
 
@@ -65,6 +66,7 @@ class UnitGradients:
         self._not_owned: list[torch.Tensor] = []  # the rest of what adds up over micro-batches
         self._has_sums_apart = True  # sums have memory of their own, outside the buffer
         self.has_sums = self.is_reduced = self.is_final = self.wants_replicate = False
+        self.is_scaled = False
 
     def bind(
         self,
@@ -176,7 +178,7 @@ class UnitGradients:
         elif self.is_final:
             self.unscale()
             self.has_sums = True
-        self.is_reduced = self.is_final = False
+        self.is_reduced = self.is_final = self.is_scaled = False
 
     def reopen(self) -> None:
         """Let more be added to sums that this backward has reduced already.
@@ -223,10 +225,15 @@ class UnitGradients:
             rest.zero_()
 
     def scale(self, factor: float) -> None:
-        """Turn sums over all ranks into means."""
+        """Turn sums over all ranks into means, where the last reduction has not done so."""
+        if not self.is_scaled:
+            self.multiply(factor)
+        self.is_final = True
+
+    def multiply(self, factor: float) -> None:
+        """Multiply what this rank's optimizer sees."""
         if factor != 1.0:
             torch._foreach_mul_(self._owned, factor)
-        self.is_final = True
 
     @property
     def accumulates(self) -> bool:

@@ -221,7 +221,7 @@ def _collect_blocks(module: nn.Module, blocks: list[nn.Module]) -> None:
 
 def _is_callable(module: nn.Module) -> bool:
     """Whether a module has a forward of its own: lists and dicts of things are never called."""
-    return type(module).forward is not nn.Module.forward
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def _numel(module: nn.Module) -> int:

@@ -81,8 +81,13 @@ class Operation(Protocol):
 
     sent_bytes: int
 
-    def start(self) -> None:
-        """Begin. Signals: nothing. Waits: nothing on CPU; on CUDA runs on the current lane."""
+    def start(self, *, scale: float = 1.0) -> None:
+        """Begin. Signals: nothing. Waits: nothing on CPU; on CUDA runs on the current lane.
+
+        Args:
+            scale: What sums are multiplied by once they are complete, what they are added to
+                included (reductions over more than one rank only).
+        """
 
     def advance(self) -> None:
         """Begin the next part of an operation of several, once the part before has arrived."""
@@ -135,8 +140,9 @@ class NoOperation:
             (dst, src) for dst, src in copies if dst.numel() and dst.data_ptr() != src.data_ptr()
         ]
 
-    def start(self) -> None:
+    def start(self, *, scale: float = 1.0) -> None:
         """Nothing to start."""
+        assert scale == 1.0, "an axis of one rank reduces nothing"
 
     def advance(self) -> None:
         """One part only."""

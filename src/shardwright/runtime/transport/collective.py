@@ -1,5 +1,7 @@
 """The process group's own collectives: NCCL on CUDA, and any backend that offers them.
 
+A unit of several segments, as mixed dtypes or frozen parameters make them, is still one call.
+
 On CUDA every call runs on the current stream, which `lanes` chose; `finish` and `release` have
 nothing to wait for on the host, since lanes order the streams by events.
 """
@@ -12,7 +14,12 @@ import torch
 import torch.distributed as dist
 
 from shardwright.runtime.transport.base import Axis, NoOperation, Operation, Piece, chunk_of
-from shardwright.runtime.transport.names import all_gather_single, reduce_scatter_single
+from shardwright.runtime.transport.names import (
+    all_gather_coalesced,
+    all_gather_single,
+    reduce_scatter_coalesced,
+    reduce_scatter_single,
+)
 
 __all__ = ["CollectiveTransport"]
 
@@ -56,6 +63,12 @@ class _Calls:
         if work is not None:
             self._works.append(work)
 
+    def _add_coalesced(self, work: dist.Work, *, is_cuda: bool) -> None:
+        if is_cuda:
+            work.wait()  # for the stream, not for the host
+        else:
+            self._works.append(work)
+
     def _wait(self) -> None:
         works, self._works = self._works, []
         for work in works:
@@ -74,7 +87,13 @@ class _Gather(_Calls):
         self._pieces, self._group = pieces, group
         self.sent_bytes = sum(p.own.numel() * p.own.element_size() for p in pieces) * (size - 1)
 
-    def start(self) -> None:
+    def start(self, *, scale: float = 1.0) -> None:
+        assert scale == 1.0, "a gather sums nothing"
+        if len(self._pieces) > 1:
+            wholes, owns = [p.whole for p in self._pieces], [p.own for p in self._pieces]
+            work = all_gather_coalesced(wholes, owns, self._group)
+            self._add_coalesced(work, is_cuda=owns[0].is_cuda)
+            return
         for p in self._pieces:
             is_async = not p.own.is_cuda
             self._add(all_gather_single(p.whole, p.own, self._group, async_op=is_async))
@@ -87,11 +106,18 @@ class _Gather(_Calls):
 class _ReduceScatter(_Calls):
     def __init__(self, pieces: Sequence[Piece], axis: Axis) -> None:
         super().__init__()
+        assert axis.group is not None, "an axis of one rank reduces nothing"
         self._pieces, self._group = pieces, axis.group
         self._chunks = [chunk_of(p.whole, axis.size, axis.rank) for p in pieces]
         self.sent_bytes = sum(c.numel() * c.element_size() for c in self._chunks) * (axis.size - 1)
 
-    def start(self) -> None:
+    def start(self, *, scale: float = 1.0) -> None:
+        self._scale = scale
+        if len(self._pieces) > 1:
+            wholes = [p.whole for p in self._pieces]
+            work = reduce_scatter_coalesced(self._chunks, wholes, self._group)
+            self._add_coalesced(work, is_cuda=wholes[0].is_cuda)
+            return
         for p, chunk in zip(self._pieces, self._chunks, strict=True):
             is_async = not chunk.is_cuda
             self._add(
@@ -103,12 +129,13 @@ class _ReduceScatter(_Calls):
     def finish(self, *, accumulate: bool = False) -> None:
         self._wait()
         for p, chunk in zip(self._pieces, self._chunks, strict=True):
-            if p.own.data_ptr() == chunk.data_ptr():
-                continue
-            if accumulate:
+            is_alias = p.own.data_ptr() == chunk.data_ptr()
+            if accumulate and not is_alias:
                 p.own.add_(chunk)
-            else:
+            elif not is_alias:
                 p.own.copy_(chunk)
+            if self._scale != 1.0:
+                p.own.mul_(self._scale)
 
 
 class _AllReduce(_Calls):
@@ -118,10 +145,13 @@ class _AllReduce(_Calls):
         total_bytes = sum(p.numel() * p.element_size() for p in pieces)
         self.sent_bytes = 2 * total_bytes * (size - 1) // size
 
-    def start(self) -> None:
+    def start(self, *, scale: float = 1.0) -> None:
+        self._scale = scale
         for p in self._pieces:
             self._add(dist.all_reduce(p, dist.ReduceOp.SUM, self._group, async_op=not p.is_cuda))
 
     def finish(self, *, accumulate: bool = False) -> None:
         assert not accumulate, "an all-reduce replaces"
         self._wait()
+        if self._scale != 1.0:
+            torch._foreach_mul_(self._pieces, self._scale)

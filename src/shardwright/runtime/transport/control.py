@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,9 @@ from shardwright.core.errors import RankMismatchError, ShardwrightError
 from shardwright.runtime.transport.base import Axis
 from shardwright.runtime.transport.names import all_gather_single
 
-__all__ = ["agree", "broadcast_", "end_group", "gather_stack", "sum_over"]
+__all__ = ["agree", "broadcast_", "end_group", "gather_objects", "gather_stack", "sum_over"]
+
+ObjectT = TypeVar("ObjectT")
 
 _ABORT_TAG = (1 << 30) + 7  # no unit uses it
 
@@ -58,6 +60,15 @@ def _differences(first: list[str], second: list[str]) -> list[tuple[str, str]]:
     size = max(len(first), len(second))
     padded = [lines + ["nothing more"] * (size - len(lines)) for lines in (first, second)]
     return [(a, b) for a, b in zip(*padded, strict=True) if a != b][:1]
+
+
+def gather_objects(axis: Axis, value: ObjectT) -> list[ObjectT]:
+    """Collect a small picklable value from every rank of an axis, in rank order."""
+    if axis.group is None:
+        return [value]
+    found: list[Any] = [None] * axis.size
+    dist.all_gather_object(found, value, axis.group)
+    return found
 
 
 def broadcast_(tensor: torch.Tensor, axis: Axis) -> None:

@@ -23,6 +23,8 @@ from shardwright.runtime.transport.base import (
 
 __all__ = ["PairwiseTransport"]
 
+_SLICE_NUMEL = 1 << 16
+
 _Route = tuple[int, torch.Tensor]  # (peer's rank on the axis, flat view)
 
 
@@ -132,7 +134,8 @@ class _Gather(_OnePart):
         self._exchange, self._local = exchange, local
         self.sent_bytes = exchange.sent_bytes
 
-    def start(self) -> None:
+    def start(self, *, scale: float = 1.0) -> None:
+        assert scale == 1.0, "a gather sums nothing"
         self._exchange.wait_sent()
         self._exchange.start()
         self._local.finish()
@@ -153,26 +156,24 @@ class _ReduceScatter(_OnePart):
     ) -> None:
         """Args: sums: ``(own, this rank's chunk of whole, chunks received)`` per piece."""
         self._exchange, self._sums = exchange, sums
+        self._scale = 1.0
         self.sent_bytes = exchange.sent_bytes
 
-    def start(self) -> None:
+    def start(self, *, scale: float = 1.0) -> None:
+        self._scale = scale
         self._exchange.start()
 
     def finish(self, *, accumulate: bool = False) -> None:
         self._exchange.wait_received()
         for own, chunk, received in self._sums:
-            is_alias = own.data_ptr() == chunk.data_ptr()
-            rest = received
-            if accumulate:
-                if not is_alias:
-                    own.add_(chunk)
-            elif own.dtype == chunk.dtype:
-                torch.add(chunk, received[0], out=own)
-                rest = received[1:]
-            elif not is_alias:
-                own.copy_(chunk)
-            for part in rest:
-                own.add_(part)
+            if self._scale == 1.0:
+                _add_up(own, chunk, received, accumulate=accumulate)
+                continue
+            # Slice by slice, so that what is scaled is still in the cache.
+            for low in range(0, own.numel(), _SLICE_NUMEL):
+                part = slice(low, low + _SLICE_NUMEL)
+                _add_up(own[part], chunk[part], [r[part] for r in received], accumulate=accumulate)
+                own[part].mul_(self._scale)
 
     def release(self) -> None:
         self._exchange.wait_sent()
@@ -184,9 +185,9 @@ class _AllReduce:
         self.sent_bytes = scatter.sent_bytes + gather.sent_bytes
         self._is_gathering = False
 
-    def start(self) -> None:
+    def start(self, *, scale: float = 1.0) -> None:
         self._gather.release()
-        self._scatter.start()
+        self._scatter.start(scale=scale)
         self._is_gathering = False
 
     def advance(self) -> None:
@@ -203,6 +204,24 @@ class _AllReduce:
 
     def release(self) -> None:
         self._gather.release()
+
+
+def _add_up(
+    own: torch.Tensor, chunk: torch.Tensor, received: Sequence[torch.Tensor], *, accumulate: bool
+) -> None:
+    """Let `own` be, or be added, the sum of this rank's chunk and those received, in that order."""
+    is_alias = own.data_ptr() == chunk.data_ptr()
+    rest = received
+    if accumulate:
+        if not is_alias:
+            own.add_(chunk)
+    elif own.dtype == chunk.dtype:
+        torch.add(chunk, received[0], out=own)
+        rest = received[1:]
+    elif not is_alias:
+        own.copy_(chunk)
+    for part in rest:
+        own.add_(part)
 
 
 def _peers(axis: Axis) -> list[int]:

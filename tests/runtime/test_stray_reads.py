@@ -1,0 +1,32 @@
+"""A parameter read outside its unit is loud where a layer is computed, and harmless elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support import stray
+from tests.support.pool import RankPool
+
+
+def test_legal_reads_give_what_a_plain_model_gives(pool: RankPool) -> None:
+    for found in pool.run(2, stray.legal_reads):
+        assert found == {
+            "dtype": torch.float32,
+            "is_parameter": True,
+            "is_registered": True,
+            "block": True,
+            "linear": True,
+            "layer": True,
+            "rows": 0.0,
+            "after": True,
+            "plain": True,
+        }
+
+
+@pytest.mark.parametrize("poison_released", [False, True])
+def test_a_weight_kept_after_its_unit_is_nan_where_released_slots_are_poisoned(
+    pool: RankPool, poison_released: bool
+) -> None:
+    found = pool.run(2, stray.weight_kept_after_its_unit, poison_released=poison_released)
+    assert found == [poison_released] * 2

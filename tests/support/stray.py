@@ -1,0 +1,74 @@
+"""Reads of parameters outside their unit that are right, and must stay so. Runs on ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import shardwright as sw
+from tests.support.models import WIDTH, Stack
+
+
+def legal_reads() -> dict[str, object]:
+    """What reads of attributes of a sharded model give, around a step of training."""
+    torch.manual_seed(0)
+    plain = Stack()
+    torch.manual_seed(0)
+    model = sw.shard(Stack(), "zero3")
+    x = torch.ones(2, 4, WIDTH)
+    up = model.blocks[1].up
+    found: dict[str, object] = {
+        "dtype": up.weight.dtype,
+        "is_parameter": isinstance(up.weight, nn.Parameter),
+        "is_registered": up.weight is dict(model.named_parameters())["blocks.1.up.weight"],
+    }
+    # Parameters that were read must train like the others.
+    optimizer = torch.optim.AdamW([{"params": [up.weight]}, {"params": [model.last.bias]}], lr=0.1)
+    reference = torch.optim.AdamW([plain.blocks[1].up.weight, plain.last.bias], lr=0.1)
+    for trained, step in ((plain, reference), (model, optimizer)):
+        for _ in range(2):
+            trained(x).mean().backward()
+            step.step()
+            trained.zero_grad()
+    found["block"] = torch.allclose(model.blocks[1](x), plain.blocks[1](x))
+    with torch.no_grad(), sw.unsharded(model):
+        whole = plain.blocks[1].up.weight
+        found["linear"] = torch.allclose(functional.linear(x, up.weight), x @ whole.T)
+        found["layer"] = torch.allclose(up(x), plain.blocks[1].up(x))
+    with torch.no_grad():
+        up.weight.mul_(0.0)
+        found["rows"] = float(up.weight.detach().abs().max()) if up.weight.numel() else 0.0
+    sw.unshard_(model)
+    found["after"] = type(up.weight) is nn.Parameter and type(up._parameters) is dict
+    found["plain"] = torch.equal(up(x), up.bias.expand(2, 4, -1))
+    return found
+
+
+class KeepsWeight(Stack):
+    """Uses a weight again that a block left behind: a fault of the model."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.blocks[0](self.first(x))
+        kept = self.blocks[0].left_behind
+        for block in self.blocks[1:]:
+            h = block(h)
+        return self.last(h) + kept.sum()
+
+
+def leave_behind(block: nn.Module) -> None:
+    inner = block.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        block.left_behind = block.up.weight.detach()
+        return inner(x)
+
+    block.forward = forward
+
+
+def weight_kept_after_its_unit(*, poison_released: bool) -> bool:
+    """Whether a use of a block's weight after its forward shows as NaN."""
+    model = KeepsWeight()
+    leave_behind(model.blocks[0])
+    model = sw.shard(model, "zero3", poison_released=poison_released)
+    return bool(model(torch.ones(2, 4, WIDTH)).isnan().all())
