@@ -37,6 +37,8 @@ CASES: list[tuple[Callable[[], None], str, list[str]]] = [
     (misuse.weight_multiplied_outside_its_unit, "LifecycleError", ["'blocks.2'", "forward"]),
     (misuse.weight_indexed_outside_its_unit, "LifecycleError", ["'embedding.weight'", "(11, 7)"]),
     (misuse.statistic_of_a_weight, "LifecycleError", ["norm()", "'last.weight'", "unsharded"]),
+    (misuse.statistic_of_a_detached_weight, "LifecycleError", ["norm()", "'last.weight'"]),
+    (misuse.weight_as_an_array, "LifecycleError", ["numpy()", "'last.weight'", "unsharded"]),
     (misuse.functional_call, "LifecycleError", ["another object", "functional_call"]),
     (misuse.auxiliary_loss_kept_on_self, "LifecycleError", ["auxiliary", "outputs"]),
     (misuse.deep_copy, "LifecycleError", ["before sw.shard()"]),

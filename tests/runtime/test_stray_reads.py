@@ -13,12 +13,13 @@ def test_legal_reads_give_what_a_plain_model_gives(pool: RankPool) -> None:
     for found in pool.run(2, stray.legal_reads):
         assert found == {
             "dtype": torch.float32,
+            "repr": True,
             "is_parameter": True,
             "is_registered": True,
             "block": True,
             "linear": True,
             "layer": True,
-            "rows": 0.0,
+            "rows": True,
             "after": True,
             "plain": True,
         }

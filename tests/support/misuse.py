@@ -340,3 +340,13 @@ def functional_call() -> None:
 def statistic_of_a_weight() -> None:
     model = sw.shard(Stack(), "zero3")
     model.last.weight.norm()
+
+
+def statistic_of_a_detached_weight() -> None:
+    model = sw.shard(Stack(), "zero3")
+    model.last.weight.data.float().norm()
+
+
+def weight_as_an_array() -> None:
+    model = sw.shard(Stack(), "zero3")
+    model.last.weight.detach().cpu().numpy()

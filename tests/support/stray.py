@@ -20,6 +20,7 @@ def legal_reads() -> dict[str, object]:
     up = model.blocks[1].up
     found: dict[str, object] = {
         "dtype": up.weight.dtype,
+        "repr": "blocks.1.up.weight" in repr(up.weight),
         "is_parameter": isinstance(up.weight, nn.Parameter),
         "is_registered": up.weight is dict(model.named_parameters())["blocks.1.up.weight"],
     }
@@ -38,7 +39,9 @@ def legal_reads() -> dict[str, object]:
         found["layer"] = torch.allclose(up(x), plain.blocks[1].up(x))
     with torch.no_grad():
         up.weight.mul_(0.0)
-        found["rows"] = float(up.weight.detach().abs().max()) if up.weight.numel() else 0.0
+        kept = up.weight.detach().clone()
+        up.weight.data.add_(1.0).sub_(1.0)
+        found["rows"] = torch.equal(kept, torch.zeros_like(up.weight))
     sw.unshard_(model)
     found["after"] = type(up.weight) is nn.Parameter and type(up._parameters) is dict
     found["plain"] = torch.equal(up(x), up.bias.expand(2, 4, -1))

@@ -4,7 +4,7 @@
 is the parameter itself, with this rank's rows, and a layer computed from it would often fit: rows
 of a Linear weight are only fewer outputs. So an attribute read from outside (`StrayReads` sees it,
 while ``parameters()`` and optimizers go past it) makes that one parameter refuse what layers and
-statistics are computed with. Parameters nobody reads so cost nothing.
+statistics are computed with, its copies included. Parameters nobody reads so cost nothing.
 """
 
 from __future__ import annotations
@@ -53,14 +53,8 @@ class ShardedParameter(nn.Parameter):
         )
 
 
-class _StrayParameter(ShardedParameter):
-    """A sharded parameter that was read outside its unit's forward.
-
-    Attributes:
-        is_full: Says whether it has all its rows now, on every rank.
-    """
-
-    is_full: Callable[[], bool]
+class _Stray(torch.Tensor):
+    """What was read outside its unit's forward: refuses what needs every row."""
 
     @classmethod
     def __torch_function__(
@@ -70,13 +64,51 @@ class _StrayParameter(ShardedParameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Refuse what needs every row; run everything else as for any parameter."""
+        """Run a function as on any tensor, unless it needs every row and some are elsewhere."""
         with torch._C.DisableTorchFunctionSubclass():
             if func in _NEEDS_EVERY_ROW:
-                for parameter in _strays((*args, *(kwargs or {}).values())):
-                    if not parameter.is_full():
-                        raise LifecycleError(_describe_stray(parameter, func))
-            return func(*args, **(kwargs or {}))
+                for stray in _strays((*args, *(kwargs or {}).values())):
+                    if not stray.origin().is_full():
+                        raise LifecycleError(_describe_stray(stray.origin(), func))
+            result = func(*args, **(kwargs or {}))
+            if func in _CARRIES and isinstance(args[0], _Stray) and not isinstance(result, _Stray):
+                return _StrayRows.of(args[0].origin(), result)
+            return result
+
+    def origin(self) -> _StrayParameter:
+        """The parameter whose rows these are."""
+        raise NotImplementedError
+
+
+class _StrayParameter(_Stray, ShardedParameter):
+    """A sharded parameter that was read outside its unit's forward.
+
+    Attributes:
+        is_full: Says whether it has all its rows now, on every rank.
+    """
+
+    is_full: Callable[[], bool]
+
+    def origin(self) -> _StrayParameter:
+        """Itself."""
+        return self
+
+
+class _StrayRows(_Stray):
+    """Such a parameter's rows, detached or copied."""
+
+    _origin: _StrayParameter
+
+    @classmethod
+    def of(cls, origin: _StrayParameter, rows: torch.Tensor) -> _StrayRows:
+        """Make an alias of a tensor that knows which parameter's rows it holds."""
+        stray = rows.as_subclass(cls)
+        stray._origin = origin
+        return stray
+
+    def origin(self) -> _StrayParameter:
+        """The parameter they were taken from."""
+        return self._origin
 
 
 class StrayReads(dict[str, nn.Parameter | None]):
@@ -107,32 +139,41 @@ class StrayReads(dict[str, nn.Parameter | None]):
 
 
 def _needs_every_row() -> frozenset[Callable[..., Any]]:
-    """What layers and statistics are computed with."""
+    """What layers, statistics and exports are computed with."""
     functions = """linear bilinear embedding embedding_bag conv1d conv2d conv3d conv_transpose1d
         conv_transpose2d conv_transpose3d layer_norm rms_norm group_norm batch_norm instance_norm
         prelu scaled_dot_product_attention multi_head_attention_forward"""
-    products = """matmul mm bmm mv addmm addmv baddbmm einsum tensordot inner outer t transpose
-        permute movedim swapaxes cat stack index_select gather"""
-    methods = """matmul mm bmm mv addmm __matmul__ __rmatmul__ __getitem__ t transpose permute
-        index_select gather"""
-    statistics = "norm sum mean std var max min amax amin median quantile count_nonzero"
+    of_torch = """matmul mm bmm mv addmm addmv baddbmm einsum tensordot inner outer t transpose
+        permute movedim swapaxes cat stack index_select gather layer_norm rms_norm group_norm
+        batch_norm prelu"""
+    of_tensors = """matmul mm bmm mv addmm __matmul__ __rmatmul__ __getitem__ t transpose permute
+        index_select gather numpy tolist item"""
+    of_both = "norm sum mean std var max min amax amin median quantile count_nonzero"
     found = [getattr(functional, name) for name in functions.split()]
-    found += [getattr(torch, name) for name in products.split()]
-    found += [getattr(torch.Tensor, name) for name in methods.split()]
-    found += [getattr(torch.Tensor, name) for name in statistics.split()]
-    found += [getattr(torch, name) for name in statistics.split()]
+    found += [getattr(torch, name) for name in (of_torch + " " + of_both).split()]
+    found += [getattr(torch.Tensor, name) for name in (of_tensors + " " + of_both).split()]
     found += [torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm]
     found += [torch.Tensor.T.__get__, torch.Tensor.mT.__get__]  # type: ignore[attr-defined]
-    found += [torch.layer_norm, torch.rms_norm, torch.group_norm, torch.batch_norm, torch.prelu]
     return frozenset(found)
 
 
 _NEEDS_EVERY_ROW = _needs_every_row()
 
+_CARRIES: frozenset[Callable[..., Any]] = frozenset(
+    [
+        *(getattr(torch.Tensor, n) for n in "detach clone cpu to float double half".split()),
+        torch.Tensor.bfloat16,
+        torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+        torch.clone,
+        torch.detach,
+    ]
+)
+"""What gives the same rows again, as a tensor of its own."""
 
-def _strays(values: Iterable[Any]) -> Iterator[_StrayParameter]:
+
+def _strays(values: Iterable[Any]) -> Iterator[_Stray]:
     for value in values:
-        if isinstance(value, _StrayParameter):
+        if isinstance(value, _Stray):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _strays(value)

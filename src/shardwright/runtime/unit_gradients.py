@@ -301,7 +301,8 @@ class StrayUseGuard:
         raise LifecycleError(
             f"a gradient reached the shard of {self.name!r} directly: the parameter was used "
             "outside the forward of its unit, where it holds only this rank's rows. Use it inside "
-            "that forward, or make the modules that share it one unit with units=..."
+            "that forward, return it from there, or make the modules that share it one unit with "
+            "units=..."
         )
 
 
