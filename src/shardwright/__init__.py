@@ -21,6 +21,7 @@ from shardwright.core.errors import (
 
 if TYPE_CHECKING:
     from shardwright.app.launch import launch
+    from shardwright.app.plan import plan
     from shardwright.runtime.api import (
         accumulate,
         backward,
@@ -71,6 +72,7 @@ __all__ = [
     "load_safetensors",
     "materialize_",
     "meta_init",
+    "plan",
     "shard",
     "unshard_",
     "unsharded",
@@ -94,6 +96,7 @@ _HOMES = {
     "load_safetensors": "shardwright.runtime.loading",
     "materialize_": "shardwright.runtime.deferred",
     "meta_init": "shardwright.runtime.deferred",
+    "plan": "shardwright.app.plan",
     "shard": "shardwright.runtime.api",
     "unshard_": "shardwright.runtime.api",
     "unsharded": "shardwright.runtime.api",

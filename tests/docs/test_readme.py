@@ -73,7 +73,7 @@ def test_files_and_pages_linked_from_the_documents_exist() -> None:
 
 def test_files_named_in_the_architecture_exist() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    for layer in ("core", "runtime", "app"):
+    for layer in ("core", "planner", "runtime", "app"):
         section = text.split(f"### {layer}\n")[1].split("##")[0]
         named = set(re.findall(r"`([\w*]+\.py)`", section))
         folder = ROOT / "src" / "shardwright" / layer

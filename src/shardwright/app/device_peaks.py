@@ -1,22 +1,30 @@
-"""Peak matrix throughput of devices whose vendor states it, for MFU."""
+"""Peak matrix throughput of devices whose vendor states it, for MFU: the planner's figures."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from shardwright.planner.device import DEVICES
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["peak_flops"]
 
-BF16_PEAK_FLOPS = (
-    # Dense bf16 with fp32 accumulation, from the vendor's data sheets (without sparsity). The
-    # first name contained in the device's name counts.
-    ("B200", 2.25e15),
-    ("H200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100", 989e12),
-    ("A100", 312e12),
+_NAMES = (
+    # What a device's own name contains, and the planner's name for it; the first match counts.
+    ("GB300", "gb300"),
+    ("GB200", "gb200"),
+    ("B200", "b200"),
+    ("H200", "h200"),
+    ("H100 PCIe", "h100-pcie"),
+    ("H100", "h100-80"),
+    ("H800", "h800"),
+    ("A100", "a100-80"),
+    ("A800", "a800-80"),
+    ("L40S", "l40s"),
+    ("RTX 4090", "rtx-4090"),
+    ("A10G", "a10g"),
 )
 
 
@@ -33,4 +41,5 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """
     if not str(dtype).endswith("bfloat16"):
         return None
-    return next((peak for name, peak in BF16_PEAK_FLOPS if name in device_name), None)
+    key = next((key for name, key in _NAMES if name in device_name), None)
+    return None if key is None else DEVICES[key].peak_flops("bf16")

@@ -14,7 +14,9 @@ import typer
 
 from shardwright import __version__
 from shardwright.app.cli.errors import print_error
+from shardwright.app.cli.plan import plan
 from shardwright.app.cli.train import train
+from shardwright.app.cli.validate import validate
 from shardwright.core.errors import ShardwrightError
 
 __all__ = ["app", "main"]
@@ -48,7 +50,9 @@ def _options(
     pass
 
 
+app.command("plan")(plan)
 app.command("train")(train)
+app.command("validate")(validate)
 
 
 def main() -> None:

@@ -154,4 +154,4 @@ class _AllReduce(_Calls):
         assert not accumulate, "an all-reduce replaces"
         self._wait()
         if self._scale != 1.0:
-            torch._foreach_mul_(self._pieces, self._scale)
+            torch._foreach_mul_(list(self._pieces), self._scale)

@@ -1,0 +1,1 @@
+"""Cost formulas: one formula, one function, with its source and what it leaves out."""

@@ -1,0 +1,126 @@
+"""How a job is divided over a cluster: the strategy and the size of each mesh axis.
+
+Ranks are laid out as the engine's mesh lays them: tensor ranks next to each other, then shard
+ranks, then replicas, then pipeline stages. So tensor and shard groups sit inside a node as far as
+they fit, and whatever spans nodes pays for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.core.errors import SpecError
+from shardwright.core.strategy import Strategy, resolve_strategy
+from shardwright.planner.checks import require_non_negative, require_positive
+
+__all__ = ["LayoutSpec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutSpec:
+    """Strategy and mesh.
+
+    Attributes:
+        strategy: Name or alias of a strategy.
+        replicate: Size of the replicate axis.
+        shard: Size of the shard axis.
+        tensor: Size of the tensor axis.
+        pipeline: Stages.
+        chunks_per_stage: Pieces of the model each stage holds (interleaving).
+        forward_prefetch: Units gathered ahead in forward.
+        backward_prefetch: Units gathered ahead in backward.
+        resident_units: Blocks kept gathered from forward to backward (the last ones).
+        wraps_blocks: Whether each block is a unit; where False the whole model is one.
+    """
+
+    strategy: str
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    chunks_per_stage: int = 1
+    forward_prefetch: int = 1
+    backward_prefetch: int = 1
+    resident_units: int = 0
+    wraps_blocks: bool = True
+
+    def __post_init__(self) -> None:
+        resolve_strategy(self.strategy)
+        require_positive(
+            "layout",
+            replicate=self.replicate,
+            shard=self.shard,
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            chunks_per_stage=self.chunks_per_stage,
+        )
+        require_non_negative(
+            "layout",
+            forward_prefetch=self.forward_prefetch,
+            backward_prefetch=self.backward_prefetch,
+            resident_units=self.resident_units,
+        )
+        if self.chunks_per_stage > 1 and self.pipeline == 1:
+            raise SpecError(
+                f"layout: chunks_per_stage={self.chunks_per_stage} needs pipeline stages, found "
+                "pipeline=1; set pipeline above 1 or drop it"
+            )
+
+    @property
+    def resolved(self) -> Strategy:
+        """The strategy's row."""
+        return resolve_strategy(self.strategy)
+
+    @property
+    def shard_degree(self) -> int:
+        """Ranks that divide what the strategy shards: 1 for `ddp`."""
+        return self.shard if self.resolved.shards_parameters else 1
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same shard: all data ranks for `ddp`."""
+        return self.replicate if self.resolved.shards_parameters else self.num_data_ranks
+
+    @property
+    def optimizer_degree(self) -> int:
+        """Ranks that divide the optimizer state."""
+        if not self.resolved.shards_parameters:
+            return 1
+        return self.shard * (self.replicate if self.resolved.optimizer_over_replicas else 1)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks with different data."""
+        return self.replicate * self.shard
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.num_data_ranks * self.tensor * self.pipeline
+
+    def stage_blocks(self, layers: int) -> tuple[int, int]:
+        """Blocks of the fullest stage before the last, and of the last, which has the head.
+
+        Stages are filled as pipelines commonly are: the look-up and the head count as a block each
+        where that divides evenly, else blocks alone do, else the last stage has the fewest.
+
+        Args:
+            layers: Blocks of the model.
+        """
+        stages = self.pipeline
+        if layers % stages == 0 or stages == 1:
+            return layers // stages, layers // stages
+        if (layers + 2) % stages == 0:
+            each = (layers + 2) // stages
+            return each, each - 1
+        return -(-layers // stages), layers // stages
+
+    def describe(self) -> str:
+        """The layout in one line, such as ``zero3 shard=64 tensor=8``."""
+        axes = ("replicate", "shard", "tensor", "pipeline")
+        sizes = [f"{axis}={getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
+        if self.chunks_per_stage > 1:
+            sizes.append(f"chunks={self.chunks_per_stage}")
+        if self.resident_units:
+            sizes.append(f"resident={self.resident_units}")
+        return " ".join([self.resolved.name, *sizes])

@@ -1,0 +1,225 @@
+"""A rank's memory at the peak instant, category by category."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from shardwright.planner.cost.activation import block_kept, block_working, head_bytes
+from shardwright.planner.cost.state import StateBytes, state_bytes
+from shardwright.planner.layout import LayoutSpec
+from shardwright.planner.model import ModelSpec
+from shardwright.planner.units import PlannedUnit, find_units
+from shardwright.planner.workload import WorkloadSpec
+
+__all__ = ["GIB", "MemoryEstimate", "estimate_memory", "is_block_checkpointed"]
+
+GIB = 2**30
+
+_CONTEXT_GIB = 0.75
+"""What the driver, the libraries and the collectives hold outside the framework's allocator, GiB;
+counted when asking whether a job fits."""
+
+_COMMUNICATOR_GIB = 0.25
+"""Buffers of one communicator inside the process, GiB."""
+
+_TEMPORARY = ("activations", "logits_and_loss", "working_activations", "optimizer_transient")
+
+_FRAGMENTATION = 0.04
+"""Share of what is allocated and freed each step that the caching allocator holds in vain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes of one rank.
+
+    Attributes:
+        categories: Bytes by category at the peak instant; they add up to the peak.
+        peak_at: What runs at the peak.
+        context_bytes: Held outside the framework's allocator, not part of the peak.
+    """
+
+    categories: dict[str, float]
+    peak_at: str
+    context_bytes: float
+
+    @property
+    def peak_bytes(self) -> float:
+        """Bytes the framework's allocator holds at the peak."""
+        return sum(self.categories.values())
+
+    @property
+    def peak_gib(self) -> float:
+        """The peak in GiB."""
+        return self.peak_bytes / GIB
+
+    @property
+    def needed_gib(self) -> float:
+        """What the device must have, GiB: the peak and what lies outside the allocator."""
+        return (self.peak_bytes + self.context_bytes) / GIB
+
+
+def is_block_checkpointed(workload: WorkloadSpec, block: int) -> bool:
+    """Whether recomputation applies to a block, counted from 0."""
+    return workload.checkpointing != "alternate" or block % 2 == 0
+
+
+def estimate_memory(model: ModelSpec, layout: LayoutSpec, workload: WorkloadSpec) -> MemoryEstimate:
+    """Say what the fullest rank holds: that of the first pipeline stage, or of the last.
+
+    Args:
+        model: Shape.
+        layout: Strategy and mesh.
+        workload: Batch, dtypes, kernels, whose engine.
+    """
+    if layout.pipeline == 1:
+        return _of_stage(
+            model,
+            layout,
+            workload,
+            layers=model.layers,
+            has_embedding=True,
+            has_head=True,
+            in_flight=1.0,
+        )
+    fullest, last_blocks = layout.stage_blocks(model.layers)
+    first = _of_stage(
+        model,
+        layout,
+        workload,
+        layers=fullest,
+        has_embedding=True,
+        has_head=False,
+        in_flight=micro_batches_in_flight(layout, workload),
+    )
+    last = _of_stage(
+        model,
+        layout,
+        workload,
+        layers=last_blocks,
+        has_embedding=False,
+        has_head=True,
+        in_flight=1.0,
+    )
+    return max(first, last, key=lambda estimate: estimate.peak_bytes)
+
+
+def micro_batches_in_flight(layout: LayoutSpec, workload: WorkloadSpec) -> float:
+    """Micro-batches whose activations the first stage holds under 1F1B, in stages' worth.
+
+    Narayanan et al. (arXiv 2104.04473): as many as stages; interleaving v chunks adds the share
+    (p - 1) / (p v) (arXiv 2205.05198, section 4.2.3).
+    """
+    stages, chunks = layout.pipeline, layout.chunks_per_stage
+    extra = 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0
+    return min(float(workload.accumulation), stages * extra)
+
+
+def _of_stage(
+    model: ModelSpec,
+    layout: LayoutSpec,
+    workload: WorkloadSpec,
+    *,
+    layers: int,
+    has_embedding: bool,
+    has_head: bool,
+    in_flight: float,
+) -> MemoryEstimate:
+    units = _units(model, layout, workload.precision.param, layers, has_embedding, has_head)
+    kept = in_flight * sum(kept_bytes(model, layout, workload, units))
+    working = block_working(model, workload, tensor=layout.tensor)
+    head = head_bytes(model, workload, tensor=layout.tensor) if has_head else 0.0
+    state = _state(
+        model,
+        layout,
+        # What only scales activations is left out, so that layouts are counted once.
+        replace(
+            workload,
+            seq_len=1,
+            micro_batch=1,
+            accumulation=min(workload.accumulation, 2),
+            checkpointing="none",
+        ),
+        layers,
+        has_embedding,
+        has_head,
+    )
+    instants: dict[str, dict[str, float]] = {
+        "loss": state.at_loss | {"activations": kept, "logits_and_loss": head},
+        "first backward": state.in_backward | {"activations": kept, "working_activations": working},
+        "last backward": state.after_backward
+        | {"activations": kept / max(1, layers), "working_activations": working},
+        "optimizer step": state.in_step,
+        "initialisation": state.at_start,
+    }
+    names: tuple[str, ...] = _TEMPORARY
+    if workload.software.engine != "shardwright":  # others allocate buffers in every step, too
+        names = (*names, "parameter_slots", "gradient_buffers")
+    for categories in instants.values():
+        temporary = sum(categories.get(name, 0.0) for name in names)
+        categories["allocator"] = _FRAGMENTATION * temporary
+    peak_at = max(instants, key=lambda name: sum(instants[name].values()))
+    categories = {name: size for name, size in instants[peak_at].items() if size}
+    num_groups = sum(
+        size > 1 for size in (layout.shard_degree, layout.replicas, layout.tensor, layout.pipeline)
+    )
+    categories["communicators"] = num_groups * _COMMUNICATOR_GIB * GIB
+    return MemoryEstimate(categories=categories, peak_at=peak_at, context_bytes=_CONTEXT_GIB * GIB)
+
+
+def _units(
+    model: ModelSpec,
+    layout: LayoutSpec,
+    param_dtype: str,
+    layers: int,
+    has_embedding: bool,
+    has_head: bool,
+) -> tuple[PlannedUnit, ...]:
+    return find_units(
+        model,
+        layout,
+        param_dtype,
+        layers=layers,
+        has_embedding=has_embedding,
+        has_head=has_head,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _state(
+    model: ModelSpec,
+    layout: LayoutSpec,
+    workload: WorkloadSpec,
+    layers: int,
+    has_embedding: bool,
+    has_head: bool,
+) -> StateBytes:
+    units = _units(model, layout, workload.precision.param, layers, has_embedding, has_head)
+    return state_bytes(units, layout, workload)
+
+
+def kept_bytes(
+    model: ModelSpec, layout: LayoutSpec, workload: WorkloadSpec, units: Sequence[PlannedUnit]
+) -> list[float]:
+    """Activations each unit keeps for one micro-batch, in bytes, in the order of the units."""
+    boundary = (
+        workload.tokens_per_micro_batch * model.hidden * workload.precision.item_bytes("param")
+    )
+    per_block = {
+        checkpointed: block_kept(
+            model, workload, tensor=layout.tensor, is_checkpointed=checkpointed
+        )
+        for checkpointed in (True, False)
+    }
+    found = []
+    block = 0
+    for unit in units:
+        if unit.kind == "block":
+            found.append(per_block[is_block_checkpointed(workload, block)])
+            block += 1
+        elif unit.kind == "model":
+            found.append(model.layers * per_block[True] + boundary)
+        else:
+            found.append(boundary * len(unit.ends))
+    return found

@@ -1,0 +1,223 @@
+"""Training stacks as facts: which kernels a published framework runs, with where that is written.
+
+A stack says nothing about speed. It fills in what a table of measurements leaves out because its
+readers could look it up: which norm, attention and loss kernels ran, whether elementwise chains are
+fused, which engine's buffers there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from shardwright.planner.workload import OptimizerSpec, SoftwareSpec
+
+__all__ = ["STACKS", "Stack"]
+
+Recompute = Literal["alternate", "selective", "elementwise"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A framework's documented choices.
+
+    Attributes:
+        software: Kernels, where nothing else is stated.
+        optimizer: Optimizer and its implementation.
+        param: "fp32" where parameters are gathered wide and cast for each product.
+        reduce: Dtype of gradients on the wire: fp32, or that of products.
+        selective: What its "selective" recomputation repeats.
+        recomputes_unasked: Whether its recipes recompute where nothing says so and memory is short.
+        network: Network its machines have by their product name; "" where that isn't known.
+        source: Where the facts are written.
+    """
+
+    software: SoftwareSpec
+    optimizer: OptimizerSpec
+    param: Literal["", "fp32"] = ""
+    reduce: Literal["fp32", "param"] = "fp32"
+    selective: Recompute = "selective"
+    recomputes_unasked: bool = True
+    network: str = ""
+    source: str
+
+
+_LOOP = OptimizerSpec(implementation="loop")
+_FUSED = OptimizerSpec(implementation="fused")
+_FOREACH = OptimizerSpec(implementation="foreach")
+
+STACKS: Mapping[str, Stack] = MappingProxyType(
+    {
+        "mosaicgpt-0.0.3": Stack(
+            software=SoftwareSpec(
+                norm="autocast_fp32", attention="flash1_biased", loss="full", engine="fsdp1"
+            ),
+            optimizer=_LOOP,
+            param="fp32",
+            reduce="param",
+            source="mosaicml/examples v0.0.3: layer norms under autocast, torch's cross-entropy, "
+            "the causal mask as a bias of the attention kernel; "
+            "composer 0.12 get_mixed_precision: DEFAULT keeps parameters in fp32, reduces in bf16",
+        ),
+        "mosaicgpt-0.0.4": Stack(
+            software=SoftwareSpec(norm="fused", attention="flash1", loss="narrow", engine="fsdp1"),
+            optimizer=_LOOP,
+            source="mosaicml/examples v0.0.4: layer norms in low precision, "
+            "torch's cross-entropy in bf16",
+        ),
+        "llm-foundry": Stack(
+            software=SoftwareSpec(norm="fused", attention="flash1", loss="narrow", engine="fsdp1"),
+            optimizer=_LOOP,
+            source="mosaicml/llm-foundry scripts/train/benchmarking: low_precision_layernorm, "
+            "attn_impl triton; torch's cross-entropy in bf16 where the fused one is not installed",
+        ),
+        "torchtitan": Stack(
+            software=SoftwareSpec(
+                norm="eager_fp32", attention="flash2", loss="full", engine="fsdp2"
+            ),
+            optimizer=_FUSED,
+            selective="selective",
+            source="pytorch/torchtitan models/llama3: nn.RMSNorm, SDPA, fp32 cross-entropy, FSDP2",
+        ),
+        "fms-fsdp": Stack(
+            software=SoftwareSpec(
+                norm="eager_fp32", attention="flash2", loss="full", engine="fsdp1"
+            ),
+            optimizer=_FOREACH,
+            reduce="param",
+            selective="alternate",
+            source="foundation-model-stack: LayerNormParameterized, SDPA, every k-th block; "
+            "fms_fsdp policies: parameters, reductions and buffers in bf16",
+        ),
+        "litgpt": Stack(
+            software=SoftwareSpec(
+                norm="eager_fp32", attention="flash2", loss="full", engine="fsdp1"
+            ),
+            optimizer=_FUSED,
+            source="Lightning-AI/litgpt pretrain: RMSNorm in fp32, SDPA, fused AdamW",
+        ),
+        "transformers": Stack(
+            software=SoftwareSpec(
+                norm="eager_fp32", attention="flash2", loss="shifted", engine="fsdp1"
+            ),
+            optimizer=_FOREACH,
+            source="huggingface/transformers modeling_llama: RMSNorm in fp32, float logits, shift",
+        ),
+        "maxtext": Stack(
+            software=SoftwareSpec(
+                class_name="compiled",
+                norm="fused",
+                attention="flash2",
+                loss="full",
+                engine="fsdp1",
+                overlaps_replicas=False,
+            ),
+            optimizer=_FUSED,
+            selective="elementwise",
+            network="4x200g-tcpx",
+            source="AI-Hypercomputer/maxtext: XLA, cuDNN 8 attention, remat keeps all products, "
+            "gradients of scanned layers are reduced after the scan; "
+            "A3 machines have four 200 Gb/s cards",
+        ),
+        "megatron-2021": Stack(
+            software=SoftwareSpec(
+                class_name="fused",
+                norm="fused",
+                attention="fused_softmax",
+                loss="full",
+                engine="megatron",
+                overlaps=False,
+                dropout=True,
+            ),
+            optimizer=_FUSED,
+            reduce="param",
+            source="NVIDIA/Megatron-LM v2: fused layer norm, scaled masked softmax, bias-gelu; "
+            "gradients all-reduced after the last backward; dropout 0.1",
+        ),
+        "megatron-2022": Stack(
+            software=SoftwareSpec(
+                class_name="fused",
+                norm="fused",
+                attention="fused_softmax",
+                loss="full",
+                engine="megatron",
+                overlaps=False,
+                dropout=True,
+                sequence_parallel=True,
+            ),
+            optimizer=_FUSED,
+            reduce="param",
+            source="arXiv 2205.05198: sequence parallelism and selective recomputation",
+        ),
+        "megatron-deepspeed": Stack(
+            software=SoftwareSpec(
+                class_name="fused",
+                norm="fused",
+                attention="fused_softmax",
+                loss="full",
+                engine="deepspeed",
+                overlaps=False,
+                dropout=True,
+            ),
+            optimizer=_FUSED,
+            reduce="param",
+            source="bigscience-workshop/Megatron-DeepSpeed: Megatron v2 kernels, ZeRO-1",
+        ),
+        "deepspeed-zero3": Stack(
+            software=SoftwareSpec(
+                class_name="fused",
+                norm="fused",
+                attention="fused_softmax",
+                loss="full",
+                engine="deepspeed",
+                dropout=True,
+            ),
+            optimizer=_FUSED,
+            reduce="param",
+            source="DeepSpeed ZeRO-3 over Megatron v2 kernels",
+        ),
+        "megatron-core": Stack(
+            software=SoftwareSpec(
+                class_name="fused",
+                norm="fused",
+                attention="flash3",
+                loss="fused_softmax",
+                engine="megatron",
+                sequence_parallel=True,
+                overlaps_tensor=True,
+            ),
+            optimizer=_FUSED,
+            reduce="param",
+            recomputes_unasked=False,
+            source="NVIDIA/Megatron-LM core with Transformer Engine: cuDNN attention, fused norms, "
+            "gradients, parameters and tensor-parallel collectives overlapped, "
+            "sequence parallelism",
+        ),
+        "megatron-lm-2024": Stack(
+            software=SoftwareSpec(
+                class_name="fused",
+                norm="fused",
+                attention="flash3",
+                loss="full",
+                engine="megatron",
+                sequence_parallel=True,
+                overlaps_tensor=True,
+            ),
+            optimizer=_FUSED,
+            reduce="param",
+            recomputes_unasked=False,
+            source="NVIDIA/Megatron-LM core, README of 2024: as megatron-core; "
+            "fused cross-entropy is off by default",
+        ),
+        "pytorch": Stack(
+            software=SoftwareSpec(
+                norm="eager_fp32", attention="flash2", loss="full", engine="fsdp2"
+            ),
+            optimizer=_FOREACH,
+            source="what plain torch code of a decoder does",
+        ),
+    }
+)
+"""Known stacks."""

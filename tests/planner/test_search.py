@@ -1,0 +1,257 @@
+"""The search compares what fits, recommends the fastest and says why."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import shardwright as sw
+from shardwright.app.presets import PRESETS
+from shardwright.core.errors import PlanInfeasible, SpecError
+from shardwright.planner.advice import changes_of, reasons_for
+from shardwright.planner.cluster import make_cluster
+from shardwright.planner.explain import explain
+from shardwright.planner.model_presets import find_model
+from shardwright.planner.plan_file import read_plan
+from shardwright.planner.predict import predict
+from shardwright.planner.probe import factors_from_probe
+from shardwright.planner.search import SearchSpace, search
+from shardwright.planner.workload import WorkloadSpec
+from tests.planner.jobs import job
+
+DATA_ONLY = SearchSpace(max_tensor=1, max_pipeline=1)
+
+
+def find(model="llama-3-8b", devices=16, batch=128, *, network="8x200g-ib", space=DATA_ONLY):
+    return search(
+        find_model(model),
+        make_cluster("a100-80", devices, network=network),
+        WorkloadSpec(seq_len=4096, micro_batch=1),
+        batch,
+        space,
+    )
+
+
+@pytest.fixture(scope="module")
+def result():
+    return find()
+
+
+def test_candidates_fit_and_come_fastest_first(result):
+    times = [candidate.prediction.step_s for candidate in result.candidates]
+    assert times == sorted(times)
+    limit = 0.95 * make_cluster("a100-80", 8).device.memory_gib
+    assert all(c.memory.needed_gib <= limit for c in result.candidates)
+
+
+def test_the_recommendation_is_within_one_percent_of_the_fastest(result):
+    assert result.best.prediction.step_s <= 1.01 * result.candidates[0].prediction.step_s
+
+
+def test_nothing_on_the_front_is_beaten_in_both_time_and_memory(result):
+    for one in result.front:
+        assert not any(
+            other.prediction.step_s < one.prediction.step_s
+            and other.memory.peak_bytes < one.memory.peak_bytes
+            for other in result.candidates
+        )
+
+
+def test_strategies_that_never_fit_are_listed_with_their_smallest_need(result):
+    names = {candidate.strategy for candidate in result.unfit}
+    assert "ddp" in names
+    fitting = {candidate.strategy for candidate in result.candidates}
+    assert not names & fitting
+
+
+def test_every_candidate_processes_the_global_batch(result):
+    for candidate in result.candidates:
+        workload, layout = candidate.job.workload, candidate.job.layout
+        batch = workload.micro_batch * workload.accumulation * layout.num_data_ranks
+        assert batch == 128
+
+
+def test_layouts_beyond_the_engine_are_marked():
+    found = find(devices=64, space=SearchSpace())
+    tensor = [c for c in found.candidates if c.job.layout.tensor > 1]
+    assert tensor
+    assert all("tensor parallelism" in c.missing for c in tensor)
+    assert found.best_today is not None
+    assert found.best_today.missing == ()
+
+
+def test_reasons_name_what_limits_and_where_others_lose(result):
+    text = " / ".join(reasons_for(result))
+    assert "tokens/s per device" in text
+    assert "slower" in text
+
+
+def test_a_faster_network_is_judged(result):
+    text = " / ".join(changes_of(result))
+    assert "with twice the bandwidth between nodes" in text
+    assert "with half the bandwidth between nodes" in text
+
+
+def test_a_slow_network_makes_hybrid_win_where_it_fits():
+    slow = find("gpt2-xl", 64, 512, network="100g-roce")
+    assert slow.best.strategy in ("hybrid", "hybrid_full_optimizer", "hybrid_zero2", "zero1")
+    zero3 = next(c for c in slow.candidates if c.strategy == "zero3")
+    hybrid = next(c for c in slow.candidates if c.strategy.startswith("hybrid"))
+    assert hybrid.prediction.step_s < zero3.prediction.step_s
+
+
+def test_nothing_that_fits_names_the_nearest_and_the_devices_that_would_do():
+    with pytest.raises(PlanInfeasible, match=r"the smallest, .* needs .* zero3 fits \d+ devices"):
+        find("llama-3-70b", 8, 8)
+
+
+def test_a_batch_that_divides_over_no_mesh_is_an_error():
+    with pytest.raises(SpecError, match="a global batch of 7 sequences divides over no mesh"):
+        find(batch=7)
+
+
+@pytest.mark.parametrize("headroom", [-0.1, 1.0])
+def test_headroom_is_a_share(headroom):
+    with pytest.raises(SpecError, match="headroom"):
+        SearchSpace(headroom=headroom)
+
+
+def test_a_mesh_must_use_every_device_and_divide_the_heads():
+    with pytest.raises(SpecError, match="must use every device"):
+        job(devices=8, strategy="ddp", layout={"chunks_per_stage": 1}, replicate=3)
+    with pytest.raises(SpecError, match="must divide the heads"):
+        job(devices=8, tensor=8)
+
+
+# --- explanations ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_parts_of_an_explained_figure_add_up_to_it(pipeline):
+    predicted = predict(job(devices=16, strategy="zero1", pipeline=pipeline, accumulation=4))
+    for item in explain(predicted):
+        assert sum(item.parts.values()) == pytest.approx(item.total), item.title
+        for text in (item.why, item.picture, item.small_numbers, item.formula, item.sanity):
+            assert text
+
+
+# --- sw.plan -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return sw.plan(
+        model="llama-3.2-1b",
+        cluster="8 x a100-80",
+        workload={"seq_len": 2048, "global_batch": 64},
+        space=DATA_ONLY,
+    )
+
+
+def test_plans_print_units_layouts_and_reasons(plans):
+    table = plans.table()
+    assert "Memory in GiB" in table
+    assert "links in GB/s" in table
+    assert f"Take {plans.best.job.layout.describe()}" in table
+
+
+def test_plans_are_plain_data(plans):
+    document = json.loads(plans.to_json())
+    assert document["best"]["layout"]["strategy"] == plans.best.job.layout.strategy
+    assert document["layouts"][0]["step_s"] <= document["layouts"][-1]["step_s"]
+    assert len(plans.to_csv().splitlines()) == len(plans.rows()) + 1
+
+
+def test_a_plan_file_holds_layout_units_traffic_and_memory(plans, tmp_path):
+    plans.save(tmp_path / "plan.json")
+    found = read_plan(tmp_path / "plan.json")
+    assert found["version"] == 1
+    assert found["predicted"]["sent_bytes"] == dict(plans.best.sent_bytes)
+    assert sum(found["predicted"]["memory_bytes"].values()) == plans.best.memory.peak_bytes
+    assert found["units"][0]["name"] == "(root)"
+
+
+def test_other_files_and_newer_plans_are_refused(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text('{"format": "other"}')
+    with pytest.raises(SpecError, match="no plan file"):
+        read_plan(path)
+    path.write_text('{"format": "shardwright-plan", "version": 99}')
+    with pytest.raises(SpecError, match="version 99"):
+        read_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cluster": "eight h100s"}, "cluster must read like"),
+        ({"cluster": "0 x h100"}, "num_devices must be greater than 0"),
+        ({"model": 7}, "found int"),
+        ({"workload": {"seq_len": 2048}}, "either 'global_batch' or"),
+        ({"workload": {"seqlen": 2048}}, "did you mean 'seq_len'"),
+        ({"workload": {"seq_len": 0, "global_batch": 8}}, "seq_len must be greater than 0"),
+        ({"workload": {"seq_len": 2048, "global_batch_tokens": 5000}}, "use 4096"),
+    ],
+)
+def test_requests_that_make_no_sense_say_what_to_change(changes, message):
+    request = {
+        "model": "gpt2",
+        "cluster": "8 x h100",
+        "workload": {"seq_len": 1024, "global_batch": 8},
+        **changes,
+    }
+    with pytest.raises(SpecError, match=message):
+        sw.plan(**request)
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-3.2-1b", "llama-3-8b"])
+def test_the_training_application_s_decoder_is_planned_with_its_own_count(name):
+    config = PRESETS[name]
+    found = sw.plan(
+        model=config,
+        cluster="8 x h100",
+        workload={"seq_len": 256, "global_batch": 64},
+        space=DATA_ONLY,
+    )
+    assert found.best.job.model.num_parameters == config.num_parameters
+
+
+# --- probe -------------------------------------------------------------------------------------
+
+
+def test_a_probed_job_is_predicted_exactly():
+    made = job("llama-2-7b", seq_len=2048, micro_batch=4)
+    measured = 1.37 * predict(made).step_s
+    factors = factors_from_probe(made, measured)
+    assert predict(made, efficiencies=factors).step_s == pytest.approx(measured, rel=1e-6)
+
+
+def test_an_implausible_probe_is_refused():
+    made = job("llama-2-7b", seq_len=2048, micro_batch=4)
+    with pytest.raises(SpecError, match="can't be explained by the speed of computation"):
+        factors_from_probe(made, 1e-4)
+
+
+def test_a_probe_file_scales_the_plan(tmp_path):
+    probe = tmp_path / "measured.json"
+    request = {
+        "model": "llama-3.2-1b",
+        "cluster": "8 x a100-80",
+        "workload": {"seq_len": 2048, "global_batch": 64},
+        "space": DATA_ONLY,
+    }
+    before = sw.plan(**request).best
+    document = {
+        "step_s": 2 * before.step_s,
+        "strategy": before.job.layout.strategy,
+        "micro_batch": before.job.workload.micro_batch,
+        "accumulation": before.job.workload.accumulation,
+        "checkpointing": before.job.workload.checkpointing,
+    }
+    probe.write_text(json.dumps(document))
+    after = sw.plan(**request, probe=probe).best
+    assert after.step_s == pytest.approx(2 * before.step_s, rel=0.05)
+    probe.write_text(json.dumps({**document, "speed": 1}))
+    with pytest.raises(SpecError, match="unknown key 'speed'"):
+        sw.plan(**request, probe=probe)

@@ -1,0 +1,53 @@
+"""What the planner simulates is what the engine does: recorded actions equal planned ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import planned
+from tests.support.parity import STRATEGIES
+from tests.support.pool import RankPool
+
+
+@pytest.mark.parametrize(
+    ("recomputes", "tied"),
+    [(False, False), (True, False), (False, True)],
+    ids=["kept", "recomputed", "tied"],
+)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=["1x2", "2x2"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_recorded_actions_are_the_planned_ones(
+    pool: RankPool,
+    strategy: str,
+    shape: tuple[int, int],
+    micro_batches: int,
+    recomputes: bool,
+    tied: bool,
+) -> None:
+    for recorded, expected in pool.run(
+        shape[0] * shape[1],
+        planned.recorded_and_planned,
+        strategy=strategy,
+        shape=shape,
+        micro_batches=micro_batches,
+        recomputes=recomputes,
+        tied=tied,
+    ):
+        assert recorded == expected
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("shape", [(1, 3), (2, 2)], ids=["1x3", "2x2"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_planned_units_are_the_engine_s_to_the_element(
+    pool: RankPool, strategy: str, shape: tuple[int, int], tied: bool
+) -> None:
+    for built, planned_sizes in pool.run(
+        shape[0] * shape[1],
+        planned.built_and_planned_units,
+        strategy=strategy,
+        shape=shape,
+        tied=tied,
+    ):
+        assert planned_sizes == built
