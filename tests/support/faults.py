@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -9,12 +10,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import shardwright as sw
-from tests.support.models import Stack, vectors_for
+from tests.support.models import Block, Stack, vectors_for
 from tests.support.parity import worst_difference
 
 PHASES = ("forward", "backward", "between", "step")
+"""In a unit's forward or backward, between them, and before the optimizer's step."""
+
+OTHER_PHASES = ("shard", "start", "hook", "clip", "in step", "unsharded", "in unsharded")
+"""While units are sought, before a forward, at the end of a reduction, before and in calls."""
 
 
 class Fault(RuntimeError):
@@ -52,43 +58,76 @@ class FaultyStack(Stack):
         return self.last(h)
 
 
+def perform(kind: str, delay_s: float) -> None:
+    """What a faulty rank does."""
+    if kind == "raise":
+        raise Fault("a fault on purpose")
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "exit":
+        os._exit(3)
+    if kind == "delay":
+        time.sleep(delay_s)
+
+
 def train(
-    strategy: str, kind: str, phase: str, faulty: tuple[int, ...], steps: int = 3
+    strategy: str,
+    kind: str,
+    phase: str,
+    faulty: tuple[int, ...],
+    steps: int = 3,
+    delay_s: float = 5.0,
 ) -> dict[str, torch.Tensor]:
     """Train; in step 1 do `kind` at `phase` on the faulty ranks; returns the full parameters."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    now, calls = [0], [0]
+
+    def act(here: str) -> None:
+        if here == phase and rank in faulty and now[0] == 1:
+            calls[0] += 1
+            if calls[0] == 1:
+                perform(kind, delay_s)
+
+    def chosen(module: nn.Module) -> bool:
+        now[0] = 1
+        act("shard")
+        return isinstance(module, Block)
+
     torch.manual_seed(0)
-    model = sw.shard(FaultyStack().double(), strategy)
+    model = sw.shard(FaultyStack().double(), strategy, units=chosen)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-    def act() -> None:
-        if kind == "raise":
-            raise Fault("a fault on purpose")
-        if kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if kind == "delay":
-            time.sleep(5.0)
-
+    optimizer.register_step_pre_hook(lambda *_: act("in step"))
+    model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda _: act("hook"))
     for step in range(steps):
+        now[0] = step
         x = vectors_for(step, world)[3 * rank : 3 * rank + 3]
-        is_faulty = step == 1 and rank in faulty
-        model.phase = phase if is_faulty else ""
-        model.act = act if is_faulty else (lambda: None)
+        model.phase = phase if step == 1 and rank in faulty else ""
+        model.act = functools.partial(act, phase)
+        act("start")
         loss = (model(x) ** 2).mean()
-        if is_faulty and phase == "between":
-            act()
+        act("between")
         loss.backward()
-        if is_faulty and phase == "step":
-            act()
+        act("clip")
+        sw.clip_grad_norm_(model, 0.5)
+        act("step")
         optimizer.step()
         optimizer.zero_grad()
-    with sw.unsharded(model):
-        return {k: v.clone() for k, v in model.state_dict().items()}
+        act("unsharded")
+        with sw.unsharded(model):
+            act("in unsharded")
+            state = {k: v.clone() for k, v in model.state_dict().items()}
+    return state
 
 
-def delayed_equals_undisturbed(strategy: str, phase: str, faulty: tuple[int, ...]) -> float:
-    undisturbed = train(strategy, "none", phase, faulty)
-    return worst_difference(undisturbed, train(strategy, "delay", phase, faulty))
+def delayed_equals_undisturbed(
+    strategy: str, phases: tuple[str, ...], faulty: tuple[int, ...], delay_s: float = 5.0
+) -> list[float]:
+    """For each phase, the difference that a delay makes to the parameters."""
+    undisturbed = train(strategy, "none", "", faulty)
+    return [
+        worst_difference(undisturbed, train(strategy, "delay", phase, faulty, delay_s=delay_s))
+        for phase in phases
+    ]
 
 
 def all_raise_and_go_on(strategy: str, phase: str) -> tuple[float, int]:
@@ -105,8 +144,12 @@ def all_raise_and_go_on(strategy: str, phase: str) -> tuple[float, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     def act() -> None:
-        raise Fault
+        if model.phase == phase:
+            raise Fault
 
+    model.blocks[1].up.weight.register_post_accumulate_grad_hook(
+        lambda _: act() if phase == "hook" else None
+    )
     held = 0
     for step in range(3):
         x = vectors_for(step, world)[3 * rank : 3 * rank + 3]
@@ -121,6 +164,7 @@ def all_raise_and_go_on(strategy: str, phase: str) -> tuple[float, int]:
                     model(x)
                 held = sw.ledger(model).unsharded_bytes
         (model(x) ** 2).mean().backward()
+        sw.clip_grad_norm_(model, 0.5)
         optimizer.step()
         optimizer.zero_grad()
     with sw.unsharded(model):

@@ -165,6 +165,7 @@ class Policy:
         self._exits: list[int] = []  # units as their forwards ended: backward runs them in reverse
         self._backward_position = 0  # calls in `_exits` that backward has not reached yet
         self._awaits_backward = [False] * n
+        self._backward_entered: list[int] = []  # units in backward, in order
         self._enclosing = [self._find_ancestors(i) for i in range(n)]
 
     # Events
@@ -218,7 +219,9 @@ class Policy:
         out: list[Action] = []
         self._close_finished(unit, out)
         self._in_backward[unit] = True
+        self._backward_entered.append(unit)
         self._awaits_backward[unit] = False
+        self._unreduced[unit] = self._unreduced[unit] or self.units[unit].trainable
         self._find_in_exits(unit)
         self._open(unit, out)
         if not self.settings.backward_prefetch_after:
@@ -235,13 +238,14 @@ class Policy:
                 and sums over replicas, are reduced once, after the last.
         """
         out: list[Action] = []
-        self._unreduced[unit] = True
         is_sharded = self.settings.gradients is Gradients.SHARDED
         ends_unit = self.is_last_micro_batch and is_last_call
-        if is_sharded or ends_unit:
-            self._reduce(unit, out)
-        if ends_unit:
-            self._replicate(unit, out)
+        if self.units[unit].trainable:
+            self._unreduced[unit] = True
+            if is_sharded or ends_unit:
+                self._reduce(unit, out)
+            if ends_unit:
+                self._replicate(unit, out)
         keeps = self.units[unit].gathered is Gathered.BACKWARD and not is_last_call
         self._close_backward(unit, out, keeps=keeps)
         if self.settings.backward_prefetch_after:
@@ -294,6 +298,7 @@ class Policy:
         self._windows = [0] * n
         self._slot_unit.clear()
         self._entered, self._sequence, self._exits = [], [], []
+        self._backward_entered = []
         self._backward_position = 0
         self.micro_batch = 0
 
@@ -302,6 +307,30 @@ class Policy:
     def is_open(self, unit: int) -> bool:
         """Whether a forward or backward window of the unit is open."""
         return self._windows[unit] > 0
+
+    def finished_before(self, entering: int | None) -> list[int]:
+        """Units whose backward no gradient has ended, though it is over, innermost first.
+
+        They must leave as if their gradients had come: other ranks may have used parameters that
+        this one did not, and reduce the unit here; see [Note: order of backward].
+
+        Args:
+            entering: The unit backward is about to enter; None at the end of backward.
+        """
+        waiting = reversed(self._backward_entered)
+        if entering is None:
+            return list(waiting)
+        around = self._enclosing[entering] | {entering}
+        return [u for u in waiting if u not in around and entering not in self._enclosing[u]]
+
+    def finished_inside(self, leaving: int) -> list[int]:
+        """The same where all gradients of a unit have come: those that it doesn't lie in.
+
+        Args:
+            leaving: The unit whose backward is about to end.
+        """
+        around = self._enclosing[leaving] | {leaving}
+        return [u for u in reversed(self._backward_entered) if u not in around]
 
     def is_any_open(self) -> bool:
         """Whether any window is open."""
@@ -389,6 +418,7 @@ class Policy:
     def _close_backward(self, unit: int, out: list[Action], *, keeps: bool = False) -> None:
         if self._in_backward[unit]:
             self._in_backward[unit] = False
+            self._backward_entered.remove(unit)
             self._windows[unit] -= 1
         keeps = keeps or self.units[unit].gathered is Gathered.STEP
         if self._windows[unit] == 0 and not keeps:

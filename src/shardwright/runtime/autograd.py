@@ -60,11 +60,7 @@ class Call:
         """Count it no more: its backward came, or its graph is gone."""
         if self.is_outstanding:
             self.is_outstanding = False
-            self.unit.num_outstanding_calls -= 1
-
-    def __del__(self) -> None:
-        if getattr(self, "is_outstanding", False):  # absent where a tracer made the object
-            self.settle()
+            self.unit.num_outstanding_calls = max(0, self.unit.num_outstanding_calls - 1)
 
 
 class _UnitNode(torch.autograd.Function):

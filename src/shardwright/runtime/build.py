@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwright.core.errors import ShardwrightError, SpecError
+from shardwright.core.errors import SpecError
 from shardwright.core.policy import Policy, PolicySettings, PolicyUnit
 from shardwright.core.strategy import Strategy
 from shardwright.core.volume import UnitTraffic
@@ -33,13 +33,13 @@ from shardwright.runtime.optimizers import OptimizerWatch
 from shardwright.runtime.parameter import mark_sharded
 from shardwright.runtime.precision import Precision, cast_buffers
 from shardwright.runtime.settings import EngineSettings
-from shardwright.runtime.transport.base import Transport
+from shardwright.runtime.transport.base import PeerLost, Transport
 from shardwright.runtime.transport.collective import CollectiveTransport
 from shardwright.runtime.transport.control import agree
 from shardwright.runtime.transport.pairwise import PairwiseTransport
 from shardwright.runtime.unit import ShardedUnit
 from shardwright.runtime.unit_gradients import UnitGradients
-from shardwright.runtime.units import UnitsArgument
+from shardwright.runtime.units import ROOT, UnitsArgument
 from shardwright.runtime.whole import WholeArgument
 
 __all__ = ["build_engine"]
@@ -79,7 +79,7 @@ def build_engine(
     if mesh.monitor.broken is not None:
         raise mesh.monitor.broken
     transport = _choose_transport(settings, mesh)
-    error: ShardwrightError | None = None
+    error: Exception | None = None
     lines: list[str] = []
     blueprint: Blueprint | None = None
     local: LocalValues | None = None
@@ -89,9 +89,12 @@ def build_engine(
         lines = describe_for_agreement(model, blueprint, settings, precision)
         lines.append(f"initialize {initialize}")
         local = find_local_values(model, blueprint.modules)
-    except ShardwrightError as found:
+    except Exception as found:  # noqa: BLE001  # a user's predicate may raise anything
         error = found
-    agree(mesh.data_axis, lines, error, "shard the model")
+    try:
+        agree(mesh.data_axis, lines, error, "shard the model")
+    except PeerLost as lost:
+        raise mesh.monitor.translate(lost, "agreement on the model", ROOT) from lost
     assert blueprint is not None
     assert local is not None
     first_values = agree_on_first_values(

@@ -89,7 +89,11 @@ class _BackwardEnd:
 
     def __call__(self) -> None:
         self._is_called = True
-        self._engine.backward_ends()
+        try:
+            self._engine.backward_ends()
+        except Exception as error:
+            self._engine.backward_end_broke(error)
+            raise
 
     def __del__(self) -> None:
         if not self._is_called:
@@ -247,7 +251,7 @@ class Engine:
         expects_backward = torch.is_grad_enabled() and watch_outputs(
             outputs, inputs, BackwardHook(call, aliases)
         )
-        if expects_backward:
+        if expects_backward and not self._backward_tasks:  # what is computed again has none
             call.expect_backward()
         index = call.unit.index
         self._execute(self.policy.forward_exit(index, expects_backward=expects_backward))
@@ -305,6 +309,7 @@ class Engine:
         is_first = not opened
         opened.append(call)
         if is_first:
+            self._leave(self.policy.finished_before(unit.index))
             self.reducer.acquire(unit)
             self._execute(self.policy.backward_enter(unit.index))
         unit.shadow(aliases)
@@ -336,9 +341,24 @@ class Engine:
         opened.remove(call)
         call.settle()
         if not opened:
+            self._leave(self.policy.finished_inside(unit.index))
             unit.unshadow()
             is_last_call = unit.num_outstanding_calls == 0
             self._execute(self.policy.backward_exit(unit.index, is_last_call=is_last_call))
+
+    def _leave(self, finished: Sequence[int]) -> None:
+        """End the backward of units whose parameters get no gradient on this rank.
+
+        Other ranks may have some for them, and what is reduced, and when, must not depend on that.
+        """
+        for index in finished:
+            unit, opened = self.units[index], self._open_calls[index]
+            for call in opened:
+                call.settle()
+            opened.clear()
+            unit.unshadow()
+            is_last_call = unit.num_outstanding_calls == 0
+            self._execute(self.policy.backward_exit(index, is_last_call=is_last_call))
 
     def _note_backward(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -358,11 +378,17 @@ class Engine:
             )
             self._reporting.start()
 
+    def backward_end_broke(self, error: Exception) -> None:
+        """A gradient hook raised: forget this backward, and tell the other ranks."""
+        self.abort()
+        self.monitor.failed_here(error, "backward", self._last_backward_unit)
+
     def backward_ends(self) -> None:
         """Settle what the hooks left open. Waits: for all reductions of this backward."""
         self._backward_tasks.pop()
         if self._backward_tasks:
             return  # a backward inside a backward, as re-entrant checkpointing runs them
+        self._leave(self.policy.finished_before(None))
         for opened in self._open_calls.values():
             opened.clear()
         for unit in self.units:
@@ -405,6 +431,8 @@ class Engine:
     def values_changed(self, changed: Sequence[int]) -> None:
         """Forget gathered values of units whose masters the user changed."""
         self.generation += 1
+        for unit in self.units:
+            unit.num_outstanding_calls = 0
         self._execute(self.policy.step(changed))
         for index in changed:
             self.units[index].is_stale = True

@@ -255,7 +255,8 @@ class GradientReducer:
             if is_last:
                 self._lanes.compute_waits_for_replicate(gradient.unit.index)
                 gradient.scale(self._scale)
-            gradient.assign(is_agreed=is_last or gradient.home is Gradients.SHARDED)
+            is_reduced = is_last or gradient.home is Gradients.SHARDED
+            gradient.assign(is_agreed=is_reduced and gradient.has_sums)
         if is_last:
             self._scale = self._mean_scale
             self._waiting_for_last.clear()

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import json
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from shardwright.core.errors import RankMismatchError, ShardwrightError
-from shardwright.runtime.transport.base import Axis
+from shardwright.core.errors import RankMismatchError
+from shardwright.runtime.transport.base import Axis, PeerLost
 from shardwright.runtime.transport.names import all_gather_single
 
 __all__ = ["agree", "broadcast_", "end_group", "gather_objects", "gather_stack", "sum_over"]
 
 ObjectT = TypeVar("ObjectT")
 
-_ABORT_TAG = (1 << 30) + 7  # no unit uses it
+_ABORT_TAG = (1 << 30) + 7  # no unit uses these
+_SMALL_TAG = (1 << 30) + 8
 
 
-def agree(axis: Axis, lines: list[str], error: ShardwrightError | None, what: str) -> None:
+def agree(axis: Axis, lines: list[str], error: Exception | None, what: str) -> None:
     """Fail on all ranks or on none, before anything irreversible happens.
 
     Args:
@@ -37,9 +39,8 @@ def agree(axis: Axis, lines: list[str], error: ShardwrightError | None, what: st
         if error is not None:
             raise error
         return
-    found: list[Any] = [None] * axis.size
     report = (None if error is None else f"{type(error).__name__}: {error}", lines)
-    dist.all_gather_object(found, report, axis.group)
+    found = _gather_objects(report, axis)
     if error is not None:
         raise error
     for rank, (message, _) in enumerate(found):
@@ -54,6 +55,20 @@ def agree(axis: Axis, lines: list[str], error: ShardwrightError | None, what: st
                 f"all ranks must {what} alike; rank 0 has {mine_here}, rank {rank} has "
                 f"{theirs_there}. Build the same model with the same settings on every rank."
             )
+
+
+def _gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """Collect what can be written as JSON from every rank of an axis, in rank order."""
+    if axis.group is not None and "nccl" in axis.group.name():
+        found: list[Any] = [None] * axis.size
+        dist.all_gather_object(found, value, axis.group)
+        return found
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = gather_stack(torch.tensor([text.numel()]), axis).flatten().tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: text.numel()] = text
+    rows = gather_stack(padded, axis)
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
 
 def _differences(first: list[str], second: list[str]) -> list[tuple[str, str]]:
@@ -107,5 +122,26 @@ def gather_stack(value: torch.Tensor, axis: Axis) -> torch.Tensor:
     if axis.group is None:
         return value.unsqueeze(0)
     out = value.new_empty((axis.size, *value.shape))
+    if "nccl" not in axis.group.name():
+        _exchange_rows(out.view(axis.size, -1), value.reshape(-1).contiguous(), axis)
+        return out
     all_gather_single(out.view(-1), value.reshape(-1).contiguous(), axis.group)
     return out
+
+
+def _exchange_rows(rows: torch.Tensor, mine: torch.Tensor, axis: Axis) -> None:
+    """Exchange rows with every peer: unlike a collective, this tells which peer did not come."""
+    group = axis.group
+    assert group is not None, "an axis of one rank exchanges nothing"
+    rows[axis.rank] = mine
+    peers = [p for p in range(axis.size) if p != axis.rank]
+    try:
+        works = [(p, group.recv([rows[p]], p, _SMALL_TAG)) for p in peers]
+        works += [(p, group.send([mine], p, _SMALL_TAG)) for p in peers]
+    except RuntimeError as error:
+        raise PeerLost(axis, None, error) from error
+    for peer, work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerLost(axis, peer, error) from error

@@ -1,0 +1,95 @@
+"""Models and ways of training drawn at random equal one process.
+
+Always the same draws; `python -m tests.support.drawn --examples 500 --seed 1` runs others.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.support.drawing import draw_specs, explain, find_failures, shrink
+from tests.support.drawn import PartSpec, Spec, brief, simpler
+from tests.support.pool import RankPool
+
+SEED = 20
+EXAMPLES = {1: 15, 2: 30, 3: 25, 4: 40}
+
+
+@pytest.mark.parametrize("world", EXAMPLES)
+def test_drawn_models_and_ways_of_training_equal_one_process(pool: RankPool, world: int) -> None:
+    """Parameters, losses and norms within 1e-9 in float64; the same gradients are None."""
+    failures = find_failures(pool, draw_specs(EXAMPLES[world], SEED + world, (world,)))
+    if failures:
+        smallest = explain(shrink(pool, failures[0], tries=40))
+        pytest.fail(
+            f"{len(failures)} of {EXAMPLES[world]} specs failed, seed {SEED + world}; one of them, "
+            f"simplified:\n{smallest}"
+        )
+
+
+FOUND_ONCE = {
+    "a unit frozen in a step that accumulates": Spec(
+        parts=(PartSpec(frozen="once"),), micro_batches=2
+    ),
+    "the same on replicas": Spec(
+        shape=(2, 2), strategy="hybrid", parts=(PartSpec(frozen="once"),), micro_batches=2
+    ),
+    "a unit used on some ranks only, while accumulating": Spec(
+        parts=(PartSpec(side=True), PartSpec()), units="sides", flags=24, micro_batches=2
+    ),
+    "a unit inside another used on some ranks only": Spec(
+        shape=(3, 1), parts=(PartSpec(side=True),), units="sides", micro_batches=3, flags=32
+    ),
+    "a unit used on some ranks only, and another's output dropped": Spec(
+        parts=(PartSpec(side=True), PartSpec(runs="never, output dropped")),
+        units="leaves",
+        flags=24,
+        settings=(("transport", "collective"),),
+    ),
+    "the same, reduced over replicas": Spec(
+        shape=(2, 1),
+        parts=(PartSpec(side=True), PartSpec(runs="never, output dropped")),
+        units="leaves",
+        flags=24,
+    ),
+    "a second backward that reaches a unit but none of its parameters": Spec(
+        shape=(2, 1),
+        parts=(PartSpec(kind="convolution", runs="first micro-batch"),),
+        units="leaves",
+        micro_batches=2,
+        style="graph twice",
+    ),
+    "whole gradients zeroed between micro-batches": Spec(
+        strategy="zero1", micro_batches=2, to_none=False, discards=True
+    ),
+    "divided gradients zeroed between micro-batches": Spec(
+        shape=(2, 2),
+        strategy="hybrid_full_optimizer",
+        micro_batches=2,
+        to_none=False,
+        discards=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND_ONCE)
+def test_specs_that_failed_once_equal_one_process(pool: RankPool, name: str) -> None:
+    assert [explain(f) for f in find_failures(pool, [FOUND_ONCE[name]])] == []
+
+
+def test_the_same_seed_draws_the_same_specs_of_every_kind() -> None:
+    drawn = draw_specs(200, seed=1)
+    assert drawn == draw_specs(200, seed=1)
+    assert drawn != draw_specs(200, seed=2)
+    assert {s.world for s in drawn} == {1, 2, 3, 4}
+    assert {s.micro_batches for s in drawn} == {1, 2, 3}
+    assert {p.kind for s in drawn for p in s.parts} >= {"mlp", "lstm", "attention", "matrices"}
+
+
+def test_what_explains_a_failure_can_be_pasted_and_gets_simpler() -> None:
+    names = {"Spec": Spec, "PartSpec": PartSpec, "math": math}
+    for spec in draw_specs(20, seed=3):
+        assert eval(brief(spec), names) == spec
+        assert all(len(brief(s)) <= len(brief(spec)) for s in simpler(spec))
