@@ -28,6 +28,7 @@ from shardwright.planner.rows import (
     is_dense_data_parallel,
     read_row,
 )
+from shardwright.planner.stacks import as_documented
 from shardwright.planner.validate import (
     judged_rows,
     predict_fit_rows,
@@ -62,6 +63,22 @@ def test_data_parallel_rows_are_predicted_within_3_percent_in_the_median(data_pa
 def test_sources_weighed_equally_stay_below_14_percent(data_parallel):
     recent = [row for row in data_parallel if row.source != "megatron-sc21-t2"]
     assert summarise(recent).equal_source < 0.14
+
+
+def test_without_the_facts_that_were_inferred_the_errors_stay_small():
+    rows = judged_rows(
+        [
+            r
+            for r in predict_rows(table("throughput.csv"), stacks=as_documented())
+            if r.is_data_parallel
+        ]
+    )
+    recent = summarise([row for row in rows if row.source != "megatron-sc21-t2"])
+    assert summarise(rows).median < 0.06
+    assert summarise(rows).p90 < 0.20
+    assert recent.equal_source < 0.14
+    assert recent.pair_order is not None
+    assert recent.pair_order > 0.95
 
 
 def test_pairs_that_differ_are_in_order(data_parallel):

@@ -95,6 +95,10 @@ def test_a_plan_file_is_written(tmp_path):
         (("--global-batch", "3"), "divides over no mesh"),
         (("--checkpointing", "some"), "unknown checkpointing 'some'"),
         (("--attention", "flash9"), "unknown attention 'flash9'"),
+        (("--context", "2"), "context parallelism.* not modelled"),
+        (("--compression", "int8"), "compressed collectives are not modelled"),
+        (("--max-in-flight", "0"), "max_in_flight must be greater than 0"),
+        (("--backward-prefetch-at", "later"), "unknown backward_prefetch_at 'later'"),
     ],
 )
 def test_wrong_requests_are_refused_with_what_to_change(changes, message):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+from dataclasses import replace
 
 import pytest
 
@@ -169,7 +171,7 @@ def test_a_plan_file_holds_layout_units_traffic_and_memory(plans, tmp_path):
     assert found["version"] == 1
     assert found["predicted"]["sent_bytes"] == dict(plans.best.sent_bytes)
     assert sum(found["predicted"]["memory_bytes"].values()) == plans.best.memory.peak_bytes
-    assert found["units"][0]["name"] == "(root)"
+    assert found["engine"]["units"][0]["name"] == "(root)"
 
 
 def test_other_files_and_newer_plans_are_refused(tmp_path):
@@ -255,3 +257,122 @@ def test_a_probe_file_scales_the_plan(tmp_path):
     probe.write_text(json.dumps({**document, "speed": 1}))
     with pytest.raises(SpecError, match="unknown key 'speed'"):
         sw.plan(**request, probe=probe)
+
+
+def test_searching_a_large_cluster_takes_little_memory():
+    """What is remembered between layouts must not grow with the number of devices or layers."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = find("llama-3.1-405b", 16_384, 16_384, network="8x400g-ib", space=SearchSpace())
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert found.num_considered > 1000
+    assert grown_kib < 200 * 1024
+
+
+# --- settings of the engine, and interleaving ----------------------------------------------------
+
+
+def settled(**settings):
+    return sw.plan(
+        model="llama-3-8b",
+        cluster="16 x a100-80 over 100g-roce",
+        workload={"seq_len": 2048, "global_batch": 16, "micro_batch": 1, "checkpointing": "full"},
+        settings=settings,
+        space=SearchSpace(strategies=("zero3",), max_tensor=1, max_pipeline=1),
+    )
+
+
+def plain(plans):
+    """The prediction without the residency that the search tries on its own."""
+    jobs = [c for c in plans.result.candidates if c.job.layout.resident_units == 0]
+    return jobs[0].prediction
+
+
+def test_settings_change_slots_and_waits():
+    usual = plain(settled())
+    held = usual.memory.categories["parameter_slots"]
+    for settings, compare in (
+        ({"forward_prefetch": 0, "backward_prefetch": 0}, "less"),
+        ({"forward_prefetch": 2, "backward_prefetch": 2}, "more"),
+        ({"forward_prefetch": 2, "backward_prefetch": 2, "max_in_flight": 1}, "same"),
+    ):
+        other = plain(settled(**settings))
+        slots = other.memory.categories["parameter_slots"]
+        assert {"less": slots < held, "more": slots > held, "same": slots == held}[compare]
+    unhidden = plain(settled(forward_prefetch=0, backward_prefetch_at="post"))
+    assert unhidden.memory.categories["parameter_slots"] < held
+    assert unhidden.step_s > usual.step_s
+    assert unhidden.exposed_share > usual.exposed_share
+
+
+def test_residency_saves_gathers_for_memory():
+    usual, kept = plain(settled()), settled(residency=8).best
+    assert kept.job.layout.resident_units == 8
+    gather = "all_gather over shard"
+    assert kept.sent_bytes[gather] < usual.sent_bytes[gather]
+    assert kept.memory.peak_bytes > usual.memory.peak_bytes
+
+
+def test_residency_is_planned_only_where_units_are_dropped():
+    base = replace(SearchSpace().base, resident_units=4)
+    found = find("gpt2-xl", 16, 512, space=replace(DATA_ONLY, base=base))
+    for candidate in found.candidates:
+        drops = candidate.strategy in ("zero3", "hybrid", "hybrid_full_optimizer")
+        assert candidate.job.layout.resident_units == (4 if drops else 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prefetch": 1}, "settings: unknown key 'prefetch'"),
+        ({"max_in_flight": 0}, "max_in_flight must be greater than 0"),
+        ({"backward_prefetch_at": "mid"}, "unknown backward_prefetch_at 'mid'"),
+        ({"residency": "layers.3"}, "residency must be a number of blocks or names"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, message):
+    with pytest.raises(SpecError, match=message):
+        settled(**settings)
+
+
+@pytest.mark.parametrize("key", ["context_parallel", "compression", "expert_parallel"])
+def test_what_is_not_modelled_is_said_so(key):
+    with pytest.raises(SpecError, match=f"not modelled; leave '{key}' out"):
+        sw.plan(
+            model="gpt2",
+            cluster="8 x h100",
+            workload={"seq_len": 128, "global_batch": 8, key: 2},
+        )
+
+
+def test_interleaved_stages_divide_the_bubble_by_their_chunks():
+    """Narayanan et al., arXiv 2104.04473, section 2.2: (p - 1) / (v m) of the ideal time."""
+    bubbles = []
+    for chunks in (1, 2, 4):
+        predicted = predict(
+            job(
+                "llama-3-8b",
+                devices=16,
+                strategy="zero1",
+                pipeline=4,
+                accumulation=8,
+                layout={"chunks_per_stage": chunks},
+            )
+        )
+        steady = predicted.bubble_s * chunks / 3
+        bubbles.append(predicted.bubble_s)
+        assert predicted.bubble_s == pytest.approx(3 / (chunks * 8) * 8 * steady)
+    # Chunks send between stages more often, which each micro-batch pays for.
+    assert bubbles[1] == pytest.approx(bubbles[0] / 2, rel=0.05)
+    assert bubbles[2] == pytest.approx(bubbles[0] / 4, rel=0.1)
+
+
+def test_interleaving_is_searched_where_asked_and_marked():
+    space = SearchSpace(strategies=("zero1",), max_tensor=1, max_pipeline=4, max_chunks=4)
+    found = find("llama-3-8b", 64, 512, space=space)
+    chunked = [c for c in found.candidates if c.job.layout.chunks_per_stage > 1]
+    assert {c.job.layout.chunks_per_stage for c in chunked} == {2, 4}
+    assert all("interleaved stages" in c.missing for c in chunked)
+    for candidate in chunked:
+        layout, workload = candidate.job.layout, candidate.job.workload
+        assert workload.accumulation % layout.pipeline == 0
+        assert candidate.job.model.layers % (layout.pipeline * layout.chunks_per_stage) == 0

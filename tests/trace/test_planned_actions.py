@@ -51,3 +51,31 @@ def test_planned_units_are_the_engine_s_to_the_element(
         tied=tied,
     ):
         assert planned_sizes == built
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"forward_prefetch": 0},
+        {"forward_prefetch": 3, "backward_prefetch": 2, "max_in_flight": 1},
+        {"forward_prefetch": 3, "backward_prefetch": 3, "max_in_flight": 3},
+        {"backward_prefetch_at": "post"},
+        {"residency": ["layers.2", "layers.3"]},
+    ],
+    ids=["no prefetch", "one in flight", "three in flight", "post", "resident"],
+)
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_settings_change_planned_actions_as_they_change_recorded_ones(
+    pool: RankPool, strategy: str, settings: dict[str, object]
+) -> None:
+    for recorded, expected in pool.run(
+        2,
+        planned.recorded_and_planned,
+        strategy=strategy,
+        shape=(1, 2),
+        micro_batches=2,
+        recomputes=False,
+        tied=False,
+        settings=settings,
+    ):
+        assert recorded == expected

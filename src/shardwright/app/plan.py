@@ -1,6 +1,7 @@
 """`sw.plan`: what a run will cost on which layout, and which to take.
 
-Takes names, tables or descriptions; imports no torch. The command line prints what this returns.
+Takes names, tables or descriptions, and imports torch only to trace a module that comes with a
+sample. The command line prints what this returns.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from shardwright.planner.plan_file import as_document, write_plan
 from shardwright.planner.predict import Prediction
 from shardwright.planner.probe import factors_from_probe
 from shardwright.planner.search import Candidate, SearchResult, SearchSpace, search
+from shardwright.planner.traced import TracedModel
 from shardwright.planner.workload import (
     NormKernel,
     OptimizerSpec,
@@ -57,6 +59,14 @@ _WORKLOAD_KEYS = (
     "optimizer_implementation",
     "offload_optimizer",
 )
+
+_NOT_MODELLED = {
+    "context": "context parallelism, which divides sequences over ranks, is",
+    "context_parallel": "context parallelism, which divides sequences over ranks, is",
+    "compression": "compressed collectives are",
+    "expert_parallel": "expert parallelism is",
+}
+"""What one may ask for, and how to say that it isn't there."""
 
 _COLUMNS = (
     "layout",
@@ -230,18 +240,26 @@ def plan(
     model: Any,
     cluster: ClusterSpec | Mapping[str, Any] | str,
     workload: WorkloadRequest | Mapping[str, Any],
+    sample: Any = None,
+    units: Any = "auto",
+    settings: Mapping[str, Any] | None = None,
     space: SearchSpace | None = None,
     probe: str | Path | None = None,
 ) -> Plans:
     """Compare layouts of a training run.
 
     Args:
-        model: A preset's name, the path of a `config.json` or of sizes in TOML, a `ModelSpec`, or a
-            module whose `config` is a Hugging Face one or the training application's.
+        model: A preset's name, the path of a `config.json` or of sizes in TOML, a `ModelSpec`; any
+            module together with `sample`; or a module whose `config` is a Hugging Face one or the
+            training application's.
         cluster: ``"64 x h100"``, with ``"over 8x400g-ib"`` where the network is known; the path of
             a cluster file; its content; or a `ClusterSpec`.
         workload: `seq_len`, `global_batch` in sequences (or `global_batch_tokens`), and what else
             is to be fixed.
+        sample: ``(args, kwargs)`` of one micro-batch's forward, or a function making them: the
+            module is traced with it, on the meta device. `seq_len` is then that of the sample.
+        units: How to divide a traced module; as `shard` takes it.
+        settings: Settings of the engine, by the names `shard` has for them.
         space: What may vary.
         probe: A measured step to scale by: a JSON file with `step_s` and its job.
 
@@ -252,9 +270,16 @@ def plan(
         SpecError: Something can't be understood.
         PlanInfeasible: Nothing fits.
     """
-    shape, where = _model(model), _cluster(cluster)
-    request = workload if isinstance(workload, WorkloadRequest) else _request(workload)
+    where = _cluster(cluster)
+    shape: ModelSpec | TracedModel
+    if sample is None:
+        shape = _model(model)
+        request = workload if isinstance(workload, WorkloadRequest) else _request(workload)
+    else:
+        shape, request = _traced(model, sample, units, workload)
     chosen = space or SearchSpace()
+    if settings:
+        chosen = replace(chosen, base=_with_settings(chosen.base, settings, shape))
     if request.micro_batch is not None:
         chosen = replace(chosen, micro_batches=(request.micro_batch,))
     if request.checkpointing is not None:
@@ -267,6 +292,71 @@ def plan(
     return Plans(result=result, reasons=reasons_for(result), changes=changes_of(result, factors))
 
 
+def _traced(
+    model: Any, sample: Any, units: Any, workload: WorkloadRequest | Mapping[str, Any]
+) -> tuple[TracedModel, WorkloadRequest]:
+    """Trace a module under the workload's precision, and take the sequence length from there."""
+    from shardwright.app.tracing import trace_model
+
+    has_length = isinstance(workload, WorkloadRequest) or "seq_len" in workload
+    if isinstance(workload, WorkloadRequest):
+        request = workload
+    elif not has_length and "global_batch_tokens" in workload:
+        raise SpecError("workload: global_batch_tokens needs seq_len too; or give global_batch")
+    else:
+        request = _request({"seq_len": 1, **workload})
+    traced = trace_model(
+        model,
+        sample,
+        param=request.workload.precision.param,
+        attention=request.workload.software.attention,
+        units=units,
+    )
+    if not has_length:
+        sized = replace(request.workload, seq_len=traced.tokens_per_sample)
+        request = replace(request, workload=sized)
+    return traced, request
+
+
+_SETTINGS = (
+    "forward_prefetch",
+    "backward_prefetch",
+    "backward_prefetch_at",
+    "max_in_flight",
+    "reduce_in_flight",
+    "residency",
+    "transport",
+)
+
+
+def _with_settings(
+    base: LayoutSpec, settings: Mapping[str, Any], model: ModelSpec | TracedModel
+) -> LayoutSpec:
+    for name in settings:
+        if name not in _SETTINGS:
+            raise SpecError(f"settings: unknown key {name!r}; {nearest(str(name), _SETTINGS)}")
+    found = dict(settings)
+    if "residency" in found:
+        found["resident_units"] = _num_resident(found.pop("residency"), model)
+    return replace(base, **found)
+
+
+def _num_resident(residency: Any, model: ModelSpec | TracedModel) -> int:
+    """Blocks that stay gathered: the last ones are planned, whichever are named."""
+    if isinstance(residency, int) and not isinstance(residency, bool):
+        return residency
+    if isinstance(residency, str) or not isinstance(residency, Sequence):
+        raise SpecError(
+            f"settings: residency must be a number of blocks or names of units, found {residency!r}"
+        )
+    if isinstance(model, TracedModel):
+        blocks = [unit.name for unit in model.units if unit.is_block]
+        for name in residency:
+            if name not in blocks:
+                raise SpecError(f"residency names no block {name!r}; {nearest(str(name), blocks)}")
+    return len(residency)
+
+
 def _model(given: Any) -> ModelSpec:
     if isinstance(given, ModelSpec):
         return given
@@ -277,9 +367,14 @@ def _model(given: Any) -> ModelSpec:
         return _decoder(config)
     if config is not None and hasattr(config, "to_dict"):
         return from_config(config.to_dict(), name=type(given).__name__)
+    if hasattr(given, "named_parameters"):
+        raise SpecError(
+            f"{type(given).__name__} has no configuration that the planner knows; pass sample="
+            "(args, kwargs) of one micro-batch's forward too, and it is traced"
+        )
     raise SpecError(
-        f"model must be a preset's name, a path, a ModelSpec, or a module whose config is a "
-        f"Hugging Face one, found {type(given).__name__}"
+        "model must be a preset's name, a path, a ModelSpec, or a module with sample=..., found "
+        f"{type(given).__name__}"
     )
 
 
@@ -316,6 +411,8 @@ def _cluster(given: ClusterSpec | Mapping[str, Any] | str) -> ClusterSpec:
 
 def _request(table: Mapping[str, Any]) -> WorkloadRequest:
     for key in table:
+        if key in _NOT_MODELLED:
+            raise SpecError(f"{_NOT_MODELLED[key]} not modelled; leave {key!r} out")
         if key not in _WORKLOAD_KEYS:
             raise SpecError(f"workload: unknown key {key!r}; {nearest(str(key), _WORKLOAD_KEYS)}")
     if "seq_len" not in table:
@@ -384,7 +481,7 @@ _PROBE_KEYS = (
 
 
 def _probed(
-    path: Path, model: ModelSpec, cluster: ClusterSpec, request: WorkloadRequest
+    path: Path, model: ModelSpec | TracedModel, cluster: ClusterSpec, request: WorkloadRequest
 ) -> Factors:
     """Factors from a measured step; what the probe leaves out is as in the request."""
     found = read_document(path)

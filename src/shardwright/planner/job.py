@@ -8,6 +8,7 @@ from shardwright.core.errors import SpecError
 from shardwright.planner.cluster import ClusterSpec
 from shardwright.planner.layout import LayoutSpec
 from shardwright.planner.model import ModelSpec
+from shardwright.planner.traced import TracedModel
 from shardwright.planner.workload import WorkloadSpec
 
 __all__ = ["Job"]
@@ -17,7 +18,7 @@ __all__ = ["Job"]
 class Job:
     """A model, where it is trained, what a step is, and how it is divided."""
 
-    model: ModelSpec
+    model: ModelSpec | TracedModel
     cluster: ClusterSpec
     workload: WorkloadSpec
     layout: LayoutSpec
@@ -29,6 +30,9 @@ class Job:
                 f"the mesh must use every device: {self.layout.describe()!r} has {world} ranks, "
                 f"the cluster {devices} devices; change an axis or the number of nodes"
             )
+        if isinstance(self.model, TracedModel):
+            self._check_traced(self.model)
+            return
         # The look-up and the head may fill a place of their own.
         if self.layout.pipeline * self.layout.chunks_per_stage > self.model.layers + 2:
             raise SpecError(
@@ -41,3 +45,20 @@ class Job:
                 f"tensor={self.layout.tensor} must divide the heads; {self.model.name} has "
                 f"{self.model.heads}"
             )
+
+    def _check_traced(self, model: TracedModel) -> None:
+        layout = self.layout
+        if layout.tensor > 1 or layout.pipeline > 1:
+            raise SpecError(
+                f"{model.name} was traced, and nothing says how to divide it over tensor="
+                f"{layout.tensor}, pipeline={layout.pipeline}; plan data axes only, or give the "
+                "model by name, configuration or sizes"
+            )
+        model.check_seq_len(self.workload.seq_len)
+        if model.param != self.workload.precision.param:
+            raise SpecError(
+                f"{model.name} was traced in {model.param}, the workload computes in "
+                f"{self.workload.precision.param}; trace it again"
+            )
+        if self.workload.software.engine != "shardwright":
+            raise SpecError("traced models are planned for this engine only")

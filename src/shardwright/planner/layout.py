@@ -8,10 +8,11 @@ they fit, and whatever spans nodes pays for it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from shardwright.core.errors import SpecError
-from shardwright.core.strategy import Strategy, resolve_strategy
-from shardwright.planner.checks import require_non_negative, require_positive
+from shardwright.core.strategy import Gathered, Strategy, resolve_strategy
+from shardwright.planner.checks import require_choice, require_non_negative, require_positive
 
 __all__ = ["LayoutSpec"]
 
@@ -29,6 +30,12 @@ class LayoutSpec:
         chunks_per_stage: Pieces of the model each stage holds (interleaving).
         forward_prefetch: Units gathered ahead in forward.
         backward_prefetch: Units gathered ahead in backward.
+        backward_prefetch_at: ``"pre"``: that gather starts before a unit's backward and hides
+            behind it; ``"post"``: after it, which needs no slot for it.
+        max_in_flight: Bound on gathers started and not yet used.
+        reduce_in_flight: Reductions left unfinished while another unit computes.
+        transport: ``"pairwise"`` receives reductions into buffers of its own (CPU);
+            ``"collective"`` needs none.
         resident_units: Blocks kept gathered from forward to backward (the last ones).
         wraps_blocks: Whether each block is a unit; where False the whole model is one.
     """
@@ -41,6 +48,10 @@ class LayoutSpec:
     chunks_per_stage: int = 1
     forward_prefetch: int = 1
     backward_prefetch: int = 1
+    backward_prefetch_at: Literal["pre", "post"] = "pre"
+    max_in_flight: int = 2
+    reduce_in_flight: int = 1
+    transport: Literal["collective", "pairwise"] = "collective"
     resident_units: int = 0
     wraps_blocks: bool = True
 
@@ -53,13 +64,17 @@ class LayoutSpec:
             tensor=self.tensor,
             pipeline=self.pipeline,
             chunks_per_stage=self.chunks_per_stage,
+            max_in_flight=self.max_in_flight,
         )
         require_non_negative(
             "layout",
             forward_prefetch=self.forward_prefetch,
             backward_prefetch=self.backward_prefetch,
+            reduce_in_flight=self.reduce_in_flight,
             resident_units=self.resident_units,
         )
+        require_choice("layout", "backward_prefetch_at", self.backward_prefetch_at, ("pre", "post"))
+        require_choice("layout", "transport", self.transport, ("collective", "pairwise"))
         if self.chunks_per_stage > 1 and self.pipeline == 1:
             raise SpecError(
                 f"layout: chunks_per_stage={self.chunks_per_stage} needs pipeline stages, found "
@@ -70,6 +85,17 @@ class LayoutSpec:
     def resolved(self) -> Strategy:
         """The strategy's row."""
         return resolve_strategy(self.strategy)
+
+    @property
+    def gathered(self) -> Gathered:
+        """How long units stay gathered: through the step where nothing is sharded."""
+        return self.resolved.gathered if self.shard_degree > 1 else Gathered.STEP
+
+    @property
+    def gather_distance(self) -> int:
+        """Units whose gathers may be in flight beside the one that computes, as in the engine."""
+        backward = self.backward_prefetch if self.backward_prefetch_at == "pre" else 0
+        return min(max(self.forward_prefetch, backward), self.max_in_flight)
 
     @property
     def shard_degree(self) -> int:

@@ -8,12 +8,25 @@ from functools import lru_cache
 
 from shardwright.planner.cost.activation import block_kept, block_working, head_bytes
 from shardwright.planner.cost.state import StateBytes, state_bytes
+from shardwright.planner.cost.traced import output_bytes, traced_kept, traced_working
 from shardwright.planner.layout import LayoutSpec
 from shardwright.planner.model import ModelSpec
+from shardwright.planner.traced import TracedModel
 from shardwright.planner.units import PlannedUnit, find_units
 from shardwright.planner.workload import WorkloadSpec
 
-__all__ = ["GIB", "MemoryEstimate", "estimate_memory", "is_block_checkpointed"]
+__all__ = [
+    "GIB",
+    "MemoryEstimate",
+    "estimate_memory",
+    "is_block_checkpointed",
+    "kept_bytes",
+    "loss_peak_bytes",
+    "numbered",
+    "working_bytes",
+]
+
+_Model = ModelSpec | TracedModel
 
 GIB = 2**30
 
@@ -65,7 +78,7 @@ def is_block_checkpointed(workload: WorkloadSpec, block: int) -> bool:
     return workload.checkpointing != "alternate" or block % 2 == 0
 
 
-def estimate_memory(model: ModelSpec, layout: LayoutSpec, workload: WorkloadSpec) -> MemoryEstimate:
+def estimate_memory(model: _Model, layout: LayoutSpec, workload: WorkloadSpec) -> MemoryEstimate:
     """Say what the fullest rank holds: that of the first pipeline stage, or of the last.
 
     Args:
@@ -117,7 +130,7 @@ def micro_batches_in_flight(layout: LayoutSpec, workload: WorkloadSpec) -> float
 
 
 def _of_stage(
-    model: ModelSpec,
+    model: _Model,
     layout: LayoutSpec,
     workload: WorkloadSpec,
     *,
@@ -128,8 +141,8 @@ def _of_stage(
 ) -> MemoryEstimate:
     units = _units(model, layout, workload.precision.param, layers, has_embedding, has_head)
     kept = in_flight * sum(kept_bytes(model, layout, workload, units))
-    working = block_working(model, workload, tensor=layout.tensor)
-    head = head_bytes(model, workload, tensor=layout.tensor) if has_head else 0.0
+    working = max(working_bytes(model, layout, workload, units))
+    head = loss_peak_bytes(model, layout, workload) if has_head else 0.0
     state = _state(
         model,
         layout,
@@ -169,7 +182,7 @@ def _of_stage(
 
 
 def _units(
-    model: ModelSpec,
+    model: _Model,
     layout: LayoutSpec,
     param_dtype: str,
     layers: int,
@@ -188,7 +201,7 @@ def _units(
 
 @lru_cache(maxsize=4096)
 def _state(
-    model: ModelSpec,
+    model: _Model,
     layout: LayoutSpec,
     workload: WorkloadSpec,
     layers: int,
@@ -199,10 +212,54 @@ def _state(
     return state_bytes(units, layout, workload)
 
 
+def numbered(units: Sequence[PlannedUnit]) -> list[tuple[PlannedUnit, int]]:
+    """Units, with the number of blocks before each."""
+    found, block = [], 0
+    for unit in units:
+        found.append((unit, block))
+        block += unit.kind == "block"
+    return found
+
+
+def _is_recomputed(workload: WorkloadSpec, unit: PlannedUnit, block: int) -> bool:
+    return unit.kind == "block" and is_block_checkpointed(workload, block)
+
+
+def working_bytes(
+    model: _Model, layout: LayoutSpec, workload: WorkloadSpec, units: Sequence[PlannedUnit]
+) -> list[float]:
+    """Activations alive only in each unit's backward, in bytes, in the order of the units."""
+    if isinstance(model, TracedModel):
+        return [
+            traced_working(
+                model, unit.trace, workload, is_checkpointed=_is_recomputed(workload, unit, block)
+            )
+            for unit, block in numbered(units)
+            if unit.trace is not None
+        ]
+    block = block_working(model, workload, tensor=layout.tensor)
+    return [block if unit.kind in ("block", "model") else 0.0 for unit in units]
+
+
+def loss_peak_bytes(model: _Model, layout: LayoutSpec, workload: WorkloadSpec) -> float:
+    """Bytes of what comes out of the model and of the loss on it, at their peak."""
+    if isinstance(model, TracedModel):
+        return output_bytes(model, workload)
+    return head_bytes(model, workload, tensor=layout.tensor)
+
+
 def kept_bytes(
-    model: ModelSpec, layout: LayoutSpec, workload: WorkloadSpec, units: Sequence[PlannedUnit]
+    model: _Model, layout: LayoutSpec, workload: WorkloadSpec, units: Sequence[PlannedUnit]
 ) -> list[float]:
     """Activations each unit keeps for one micro-batch, in bytes, in the order of the units."""
+    if isinstance(model, TracedModel):
+        return [
+            traced_kept(
+                model, unit.trace, workload, is_checkpointed=_is_recomputed(workload, unit, block)
+            )
+            for unit, block in numbered(units)
+            if unit.trace is not None
+        ]
     boundary = (
         workload.tokens_per_micro_batch * model.hidden * workload.precision.item_bytes("param")
     )

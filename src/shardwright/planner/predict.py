@@ -17,6 +17,7 @@ from shardwright.planner.job import Job
 from shardwright.planner.memory import MemoryEstimate, estimate_memory
 from shardwright.planner.simulate import Mark, Timeline
 from shardwright.planner.stage import REPLAYED, Stage
+from shardwright.planner.traced import TracedModel
 from shardwright.planner.traffic import step_traffic
 
 __all__ = ["Prediction", "predict"]
@@ -211,4 +212,6 @@ def _warnings(job: Job, exposed_share: float, is_fitted: bool) -> tuple[str, ...
             f"{job.workload.software.class_name} software: vendor's figures and generic "
             "efficiencies"
         )
+    if isinstance(job.model, TracedModel):
+        found.extend(job.model.assumptions)
     return tuple(found)

@@ -183,11 +183,12 @@ def _stack_by_columns(row: Mapping[str, str]) -> str:
     return "pytorch"
 
 
-def read_row(row: Mapping[str, str]) -> RowJob:
+def read_row(row: Mapping[str, str], stacks: Mapping[str, Stack] = STACKS) -> RowJob:
     """Read one row.
 
     Args:
         row: Columns by name, as in the published tables.
+        stacks: What each training stack runs.
 
     Raises:
         Unpredictable: With the reason.
@@ -196,7 +197,7 @@ def read_row(row: Mapping[str, str]) -> RowJob:
     try:
         device = _device(row)
         stack_name = find_stack(row)
-        stack = STACKS[stack_name]
+        stack = stacks[stack_name]
         model = find_row_model(row, assumptions)
         if "full offload" in row.get("notes", "").lower():
             raise Unpredictable("speed with parameters in host memory is not modelled")

@@ -25,14 +25,18 @@ class ScheduleUnit:
         name: Its name.
         slot: Slot of its gathered parameters.
         gathered: How long it stays gathered.
+        parent: Index of the unit that encloses it; the root's own is not read.
+        trainable: Whether it receives gradients.
     """
 
     name: str
     slot: int
     gathered: Gathered
+    parent: int = 0
+    trainable: bool = True
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)  # some 200 kB each, for three micro-batches of 126 blocks
 def make_schedule(
     units: tuple[ScheduleUnit, ...],
     *,
@@ -42,6 +46,8 @@ def make_schedule(
     forward_prefetch: int,
     backward_prefetch: int,
     micro_batches: int,
+    backward_prefetch_after: bool = False,
+    max_in_flight: int = 2,
     has_root_head: bool = False,
 ) -> tuple[Action, ...]:
     """All actions of one step.
@@ -54,6 +60,8 @@ def make_schedule(
         forward_prefetch: Units gathered ahead in forward.
         backward_prefetch: Units gathered ahead in backward.
         micro_batches: Micro-batches of the step.
+        backward_prefetch_after: Gather ahead after a unit's backward instead of before it.
+        max_in_flight: Bound on gathers started and not yet used.
         has_root_head: Whether the root itself computes what comes out, as with a shared head, so
             that backward reaches it first; else the last unit's outputs are the root's.
     """
@@ -62,8 +70,8 @@ def make_schedule(
             PolicyUnit(
                 name=unit.name,
                 slot=unit.slot,
-                parent=None if i == 0 else 0,
-                trainable=True,
+                parent=None if i == 0 else unit.parent,
+                trainable=unit.trainable,
                 gathered=unit.gathered,
             )
             for i, unit in enumerate(units)
@@ -74,7 +82,8 @@ def make_schedule(
             optimizer_over_replicas=optimizer_over_replicas,
             forward_prefetch=forward_prefetch,
             backward_prefetch=backward_prefetch,
-            max_in_flight=max(2, forward_prefetch, backward_prefetch),
+            backward_prefetch_after=backward_prefetch_after,
+            max_in_flight=max_in_flight,
         ),
     )
     _run_step(policy, units, 1, has_root_head)  # the policy prefetches by the order it has seen
@@ -87,21 +96,39 @@ def make_schedule(
 def _run_step(
     policy: Policy, units: tuple[ScheduleUnit, ...], micro_batches: int, has_root_head: bool
 ) -> None:
-    inner = range(1, len(units))
+    inner: list[list[int]] = [[] for _ in units]  # units inside each
+    for unit in range(1, len(units)):
+        inner[units[unit].parent].append(unit)
+    outermost = inner[0]
     for micro_batch in range(micro_batches):
         policy.is_last_micro_batch = micro_batch == micro_batches - 1
         policy.forward_enter(0)
-        for unit in inner:
-            policy.forward_enter(unit)
-            policy.forward_exit(unit, expects_backward=True)
+        for unit in outermost:
+            _run_forward(policy, inner, unit)
         policy.forward_exit(0, expects_backward=True)
-        if has_root_head or not inner:
+        if has_root_head or not outermost:
             policy.backward_enter(0)
-        for unit in reversed(inner):
-            policy.backward_enter(unit)
-            if unit == inner[-1]:
-                policy.backward_enter(0)
-            policy.backward_exit(unit)
+        for unit in reversed(outermost):
+            _run_backward(policy, inner, unit, enters_root=unit == outermost[-1])
         policy.backward_exit(0)
         policy.backward_end()
-    policy.step(range(len(units)))
+    policy.step(index for index, unit in enumerate(units) if unit.trainable)
+
+
+def _run_forward(policy: Policy, inner: list[list[int]], unit: int) -> None:
+    policy.forward_enter(unit)
+    for child in inner[unit]:
+        _run_forward(policy, inner, child)
+    policy.forward_exit(unit, expects_backward=True)
+
+
+def _run_backward(
+    policy: Policy, inner: list[list[int]], unit: int, *, enters_root: bool = False
+) -> None:
+    policy.backward_enter(unit)
+    if enters_root:
+        policy.backward_enter(0)
+    for child in reversed(inner[unit]):
+        _run_backward(policy, inner, child)
+    if policy.units[unit].trainable:
+        policy.backward_exit(unit)

@@ -8,19 +8,22 @@ time, and the most promising are replayed in full.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shardwright.core.errors import PlanInfeasible, SpecError
-from shardwright.core.strategy import STRATEGIES
+from shardwright.core.strategy import STRATEGIES, Gathered, resolve_strategy
 from shardwright.planner.checks import require_positive
 from shardwright.planner.cluster import ClusterSpec
 from shardwright.planner.cost.block import block_time, ends_time
-from shardwright.planner.cost.efficiency import GENERIC, Factors, load_efficiencies
+from shardwright.planner.cost.efficiency import GENERIC, Efficiency, Factors, load_efficiencies
+from shardwright.planner.cost.traced import traced_time
+from shardwright.planner.device import DeviceSpec
 from shardwright.planner.job import Job
 from shardwright.planner.layout import LayoutSpec
 from shardwright.planner.memory import MemoryEstimate, estimate_memory
 from shardwright.planner.model import ModelSpec
 from shardwright.planner.predict import Prediction, predict
+from shardwright.planner.traced import TracedModel
 from shardwright.planner.workload import Checkpointing, WorkloadSpec
 
 __all__ = ["Candidate", "SearchResult", "SearchSpace", "search", "winners_with"]
@@ -41,7 +44,9 @@ class SearchSpace:
         max_tensor: Largest tensor axis; at most the devices of a node.
         max_pipeline: Most pipeline stages.
         headroom: Share of a device's memory to leave free.
+        max_chunks: Most pieces of the model that a pipeline stage interleaves.
         layouts: Meshes to compare; empty for all.
+        base: Settings that all meshes share: prefetch distances, bounds, transport, residency.
     """
 
     strategies: tuple[str, ...] = ()
@@ -50,10 +55,17 @@ class SearchSpace:
     max_tensor: int = 8
     max_pipeline: int = 16
     headroom: float = 0.05
+    max_chunks: int = 1
     layouts: tuple[LayoutSpec, ...] = ()
+    base: LayoutSpec = field(default_factory=lambda: LayoutSpec(strategy="zero3"))
 
     def __post_init__(self) -> None:
-        require_positive("search", max_tensor=self.max_tensor, max_pipeline=self.max_pipeline)
+        require_positive(
+            "search",
+            max_tensor=self.max_tensor,
+            max_pipeline=self.max_pipeline,
+            max_chunks=self.max_chunks,
+        )
         if not 0 <= self.headroom < 1:
             raise SpecError(f"headroom must be at least 0 and below 1, found {self.headroom}")
 
@@ -86,6 +98,7 @@ class Candidate:
         needs = (
             (layout.tensor > 1, "tensor parallelism"),
             (layout.pipeline > 1, "pipeline stages"),
+            (layout.chunks_per_stage > 1, "interleaved stages"),
             (self.job.workload.optimizer.is_offloaded, "offloading of the optimizer"),
         )
         return tuple(name for is_needed, name in needs if is_needed)
@@ -117,7 +130,7 @@ class SearchResult:
 
 
 def search(
-    model: ModelSpec,
+    model: ModelSpec | TracedModel,
     cluster: ClusterSpec,
     workload: WorkloadSpec,
     global_batch: int,
@@ -179,7 +192,7 @@ def _step_s(candidate: Candidate) -> float:
 
 
 def _jobs(
-    model: ModelSpec,
+    model: ModelSpec | TracedModel,
     cluster: ClusterSpec,
     workload: WorkloadSpec,
     global_batch: int,
@@ -191,11 +204,14 @@ def _jobs(
         if rest or not per_rank:
             continue
         for micro_batch in _micro_batches(per_rank, layout, space):
+            accumulation = per_rank // micro_batch
+            if layout.chunks_per_stage > 1 and accumulation % layout.pipeline:
+                continue  # the interleaved schedule runs groups of as many as there are stages
             for kind in space.checkpointing:
                 sized = replace(
                     workload,
                     micro_batch=micro_batch,
-                    accumulation=per_rank // micro_batch,
+                    accumulation=accumulation,
                     checkpointing=kind,
                 )
                 yield Job(model=model, cluster=cluster, workload=sized, layout=layout)
@@ -208,23 +224,44 @@ def _micro_batches(per_rank: int, layout: LayoutSpec, space: SearchSpace) -> lis
     return [size for size in wanted if per_rank % size == 0 and size <= largest]
 
 
-def _layouts(model: ModelSpec, cluster: ClusterSpec, space: SearchSpace) -> Iterator[LayoutSpec]:
+def _layouts(
+    model: ModelSpec | TracedModel, cluster: ClusterSpec, space: SearchSpace
+) -> Iterator[LayoutSpec]:
     names = space.strategies or tuple(STRATEGIES)
     for tensor in _tensor_sizes(model, cluster, space.max_tensor):
         for pipeline in _pipeline_sizes(model, cluster, tensor, space.max_pipeline):
             data = cluster.num_devices // (tensor * pipeline)
             for name in names:
                 for shard in _shard_sizes(name, data, cluster, tensor):
-                    yield LayoutSpec(
-                        strategy=name,
-                        replicate=data // shard,
-                        shard=shard,
-                        tensor=tensor,
-                        pipeline=pipeline,
-                    )
+                    for chunks in _chunk_counts(model.layers, pipeline, space.max_chunks):
+                        yield replace(
+                            space.base,
+                            strategy=name,
+                            replicate=data // shard,
+                            shard=shard,
+                            tensor=tensor,
+                            pipeline=pipeline,
+                            chunks_per_stage=chunks,
+                            resident_units=_num_resident(space, name),
+                        )
 
 
-def _tensor_sizes(model: ModelSpec, cluster: ClusterSpec, largest: int) -> list[int]:
+def _num_resident(space: SearchSpace, strategy: str) -> int:
+    """Blocks asked to stay gathered, where the strategy would drop them."""
+    drops = resolve_strategy(strategy).gathered is Gathered.USE
+    return space.base.resident_units if drops else 0
+
+
+def _chunk_counts(layers: int, pipeline: int, most: int) -> list[int]:
+    """Pieces per stage, where blocks divide over all pieces evenly."""
+    if pipeline == 1:
+        return [1]
+    return [n for n in (1, 2, 4, 8) if n <= most and (n == 1 or layers % (pipeline * n) == 0)]
+
+
+def _tensor_sizes(model: ModelSpec | TracedModel, cluster: ClusterSpec, largest: int) -> list[int]:
+    if isinstance(model, TracedModel):  # a trace doesn't say how to divide it
+        return [1]
     limit = min(largest, cluster.devices_per_node)
     return [
         size
@@ -237,7 +274,11 @@ def _tensor_sizes(model: ModelSpec, cluster: ClusterSpec, largest: int) -> list[
     ]
 
 
-def _pipeline_sizes(model: ModelSpec, cluster: ClusterSpec, tensor: int, largest: int) -> list[int]:
+def _pipeline_sizes(
+    model: ModelSpec | TracedModel, cluster: ClusterSpec, tensor: int, largest: int
+) -> list[int]:
+    if isinstance(model, TracedModel):
+        return [1]
     return [
         size
         for size in (1, 2, 4, 8, 16, 32)
@@ -266,13 +307,33 @@ def _bound_s(job: Job, factors: Factors) -> float:
     """A lower bound on a step: computation of a stage and the pipeline's bubble."""
     workload, layout, device = job.workload, job.layout, job.cluster.device
     efficiency = factors.get((device.family, workload.software.class_name), GENERIC)
-    block = block_time(job.model, workload, device, efficiency, tensor=layout.tensor)
-    embedding, head = ends_time(job.model, workload, device, efficiency, tensor=layout.tensor)
-    _, last = layout.stage_blocks(job.model.layers)
+    model = job.model
+    if isinstance(model, TracedModel):
+        return _traced_s(model, workload, device, efficiency) * workload.accumulation
+    block = block_time(model, workload, device, efficiency, tensor=layout.tensor)
+    embedding, head = ends_time(model, workload, device, efficiency, tensor=layout.tensor)
+    _, last = layout.stage_blocks(model.layers)
     one = last * (block.forward_s + block.backward_s) + head.forward_s + head.backward_s
     if layout.pipeline == 1:
         one += embedding.forward_s + embedding.backward_s
-    return one * (workload.accumulation + layout.pipeline - 1)
+    return one * (workload.accumulation + (layout.pipeline - 1) / layout.chunks_per_stage)
+
+
+def _traced_s(
+    model: TracedModel, workload: WorkloadSpec, device: DeviceSpec, efficiency: Efficiency
+) -> float:
+    """Computation of one micro-batch of a traced model."""
+    total = 0.0
+    memo: dict[tuple[int, bool], float] = {}
+    for unit in model.units:
+        key = (id(unit.trace), unit.is_block)
+        if key not in memo:
+            times = traced_time(
+                model, unit.trace, workload, device, efficiency, is_checkpointed=unit.is_block
+            )
+            memo[key] = times.forward_s + times.backward_s
+        total += memo[key]
+    return total
 
 
 def _most_promising(candidates: Sequence[Candidate], factors: Factors) -> list[Candidate]:
@@ -290,7 +351,7 @@ def _with_residency(
     """The fastest candidates again, with blocks kept gathered from forward to backward."""
     for candidate in sorted(candidates, key=_step_s)[:4]:
         job = candidate.job
-        if candidate.strategy not in ("zero3", "hybrid", "hybrid_full_optimizer"):
+        if job.layout.gathered is not Gathered.USE or job.layout.resident_units:
             continue
         for share in (4, 2, 1):
             layout = replace(job.layout, resident_units=job.model.layers // share)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardwright.core.memory import MemoryPlan
-from shardwright.planner.cost.activation import block_working, head_bytes
+from shardwright.core.policy import Action
 from shardwright.planner.cost.block import PassTime, block_time, ends_time
 from shardwright.planner.cost.collective import (
     Group,
@@ -21,10 +21,19 @@ from shardwright.planner.cost.efficiency import Efficiency
 from shardwright.planner.cost.elementwise import engine_copy_bytes, stream_s
 from shardwright.planner.cost.optimizer import optimizer_s, step_overhead_s
 from shardwright.planner.cost.state import engine_plan
+from shardwright.planner.cost.traced import output_time, traced_time
 from shardwright.planner.job import Job
-from shardwright.planner.memory import is_block_checkpointed, kept_bytes
+from shardwright.planner.memory import (
+    is_block_checkpointed,
+    kept_bytes,
+    loss_peak_bytes,
+    numbered,
+    working_bytes,
+)
+from shardwright.planner.model import ModelSpec
 from shardwright.planner.schedule import ScheduleUnit, make_schedule
 from shardwright.planner.simulate import Timeline, UnitCost, replay
+from shardwright.planner.traced import TracedModel
 from shardwright.planner.units import PlannedUnit, find_units
 
 __all__ = ["REPLAYED", "Stage"]
@@ -48,10 +57,7 @@ class Stage:
         self.job = job
         self.efficiency = efficiency
         layout = job.layout
-        fullest, last = layout.stage_blocks(job.model.layers)
-        head = job.model.vocab * job.model.hidden / job.model.block_matrix_numel
-        has_head = last + head >= fullest
-        self.layers = last if has_head else fullest
+        self.layers, has_head = _slowest_blocks(job)
         self.units = find_units(
             job.model,
             layout,
@@ -75,20 +81,9 @@ class Stage:
 
     def replay(self) -> Timeline:
         """Replay a step with at most three micro-batches."""
-        layout, workload = self.job.layout, self.job.workload
-        strategy = layout.resolved
-        actions = make_schedule(
-            self.schedule_units(),
-            gradients=strategy.gradients,
-            replicas=layout.replicas,
-            optimizer_over_replicas=strategy.optimizer_over_replicas,
-            forward_prefetch=layout.forward_prefetch,
-            backward_prefetch=layout.backward_prefetch,
-            micro_batches=min(workload.accumulation, REPLAYED),
-            has_root_head="head" in self.units[0].ends,
-        )
+        workload = self.job.workload
         return replay(
-            actions,
+            self.actions(),
             self.costs(),
             links={
                 "gather": _link(self.shard_group),
@@ -99,6 +94,30 @@ class Stage:
             overlaps=workload.software.overlaps,
             overlaps_replicas=workload.software.overlaps_replicas,
         )
+
+    def actions(self) -> tuple[Action, ...]:
+        """What the engine does in a step, as far as it is replayed."""
+        layout, strategy = self.job.layout, self.job.layout.resolved
+        return make_schedule(
+            self.schedule_units(),
+            gradients=strategy.gradients,
+            replicas=layout.replicas,
+            optimizer_over_replicas=strategy.optimizer_over_replicas,
+            forward_prefetch=layout.forward_prefetch,
+            backward_prefetch=layout.backward_prefetch,
+            micro_batches=min(self.job.workload.accumulation, REPLAYED),
+            backward_prefetch_after=layout.backward_prefetch_at == "post",
+            max_in_flight=layout.max_in_flight,
+            has_root_head=self.has_root_head,
+        )
+
+    @property
+    def has_root_head(self) -> bool:
+        """Whether the root itself computes what comes out of the stage."""
+        model = self.job.model
+        if isinstance(model, TracedModel):
+            return model.has_root_head
+        return "head" in self.units[0].ends
 
     def contention_s(self, hidden_s: Mapping[str, float]) -> float:
         """Seconds that hidden collectives take from computation."""
@@ -111,13 +130,13 @@ class Stage:
 
     def optimizer_s(self) -> float:
         """Seconds of the optimizer step."""
-        owned = sum(unit.numel for unit in self.units) / self.job.layout.optimizer_degree
+        owned = sum(unit.trainable_numel for unit in self.units) / self.job.layout.optimizer_degree
         return optimizer_s(owned, self.job.workload, self.job.cluster.device, self.efficiency)
 
     def parts(self) -> dict[str, float]:
         """Computation of a step by kind, seconds."""
         totals = {"matmul": 0.0, "attention": 0.0, "elementwise": 0.0}
-        for unit, block in self._numbered():
+        for unit, block in numbered(self.units):
             times = self._time(unit, block)
             totals["matmul"] += times.matmul_s
             totals["attention"] += times.attention_s
@@ -133,14 +152,14 @@ class Stage:
         working = self._working_bytes()
         found: dict[str, UnitCost] = {}
         memo: dict[tuple[str, bool], tuple[PassTime, float, float, float, float]] = {}
-        for index, (unit, block) in enumerate(self._numbered()):
+        for index, (unit, block) in enumerate(numbered(self.units)):
             key = (unit.name, False)
-            if unit.kind == "block":
+            if unit.kind == "block" and unit.trace is None:
                 key = (unit.kind, is_block_checkpointed(self.job.workload, block))
             if key not in memo:
                 memo[key] = (self._time(unit, block), *self._collectives(unit))
             times, gather, reduce, replicate, refresh = memo[key]
-            tensor = unit.kind == "block"
+            tensor = unit.kind == "block"  # and collectives between stages
             copy_forward, copy_backward = self._copies_s(unit)
             found[unit.name] = UnitCost(
                 forward_s=times.forward_s
@@ -156,21 +175,20 @@ class Stage:
                 slot=self.plan.parameter_slots.slot_of[index],
                 gradient_slot=self.plan.gradient_buffers.slot_of[index],
                 kept_bytes=kept[index],
-                working_bytes=working[unit.kind == "block", "head" in unit.ends],
+                working_bytes=working[index],
             )
         return found
 
-    def _working_bytes(self) -> dict[tuple[bool, bool], float]:
-        """Activations alive only in backward, by whether a unit is a block and has the head."""
+    def _working_bytes(self) -> list[float]:
+        """Activations alive only in backward, by unit: the loss's where what comes out is made."""
         job = self.job
-        block = block_working(job.model, job.workload, tensor=job.layout.tensor)
-        head = head_bytes(job.model, job.workload, tensor=job.layout.tensor)
-        return {
-            (False, False): 0.0,
-            (True, False): block,
-            (False, True): head,
-            (True, True): max(block, head),
-        }
+        found = working_bytes(job.model, job.layout, job.workload, self.units)
+        loss = loss_peak_bytes(job.model, job.layout, job.workload)
+        is_traced = isinstance(job.model, TracedModel)
+        for index, unit in enumerate(self.units):
+            if "head" in unit.ends or (is_traced and unit.kind == "root"):
+                found[index] = max(found[index], loss)
+        return found
 
     def _copies_s(self, unit: PlannedUnit) -> tuple[float, float]:
         """Seconds of the engine's copies and casts in forward and backward."""
@@ -186,14 +204,6 @@ class Stage:
             stream_s(backward, device, self.efficiency),
         )
 
-    def _numbered(self) -> list[tuple[PlannedUnit, int]]:
-        """Units, with the number of each block."""
-        found, block = [], 0
-        for unit in self.units:
-            found.append((unit, block))
-            block += unit.kind == "block"
-        return found
-
     def schedule_units(self) -> tuple[ScheduleUnit, ...]:
         """Units as the policy sees them."""
         return tuple(
@@ -201,33 +211,56 @@ class Stage:
                 name=unit.name,
                 slot=self.plan.parameter_slots.slot_of[index],
                 gathered=unit.gathered,
+                parent=unit.parent,
+                trainable=unit.trainable_numel > 0,
             )
             for index, unit in enumerate(self.units)
         )
 
     def _time(self, unit: PlannedUnit, block: int) -> PassTime:
         job = self.job
-        tensor, device = job.layout.tensor, job.cluster.device
+        tensor, device, model = job.layout.tensor, job.cluster.device, job.model
+        if isinstance(model, TracedModel):
+            return self._traced_time(model, unit, block)
         if unit.kind == "block":
             return block_time(
-                job.model,
+                model,
                 job.workload,
                 device,
                 self.efficiency,
                 tensor=tensor,
                 is_checkpointed=is_block_checkpointed(job.workload, block),
             )
-        embedding, head = ends_time(job.model, job.workload, device, self.efficiency, tensor=tensor)
+        embedding, head = ends_time(model, job.workload, device, self.efficiency, tensor=tensor)
         times = [embedding if end == "embedding" else head for end in unit.ends]
         if unit.kind == "model":
-            block_s = block_time(job.model, job.workload, device, self.efficiency, tensor=tensor)
+            block_s = block_time(model, job.workload, device, self.efficiency, tensor=tensor)
             times.extend([block_s] * self.layers)
         return _sum(*times)
+
+    def _traced_time(self, model: TracedModel, unit: PlannedUnit, block: int) -> PassTime:
+        job = self.job
+        assert unit.trace is not None, "units of a traced model carry their trace"
+        is_recomputed = unit.kind == "block" and is_block_checkpointed(job.workload, block)
+        device = job.cluster.device
+        times = traced_time(
+            model,
+            unit.trace,
+            job.workload,
+            device,
+            self.efficiency,
+            is_checkpointed=is_recomputed,
+        )
+        if unit.kind != "root":
+            return times
+        return _sum(times, output_time(model, job.workload, device, self.efficiency))
 
     def _collectives(self, unit: PlannedUnit) -> tuple[float, float, float, float]:
         """Seconds of gather, reduction over shards, over replicas, and refresh over replicas."""
         layout, precision = self.job.layout, self.job.workload.precision
         shards = layout.shard_degree
+        if unit.layout is None:
+            return 0.0, 0.0, 0.0, 0.0
         gradient_bytes = unit.layout.gradient_numel * precision.item_bytes("reduce")
         gather = all_gather_s(unit.layout.gathered_bytes, self.shard_group)
         reduce = all_gather_s(gradient_bytes, self.shard_group)
@@ -246,11 +279,11 @@ class Stage:
         Two all-reduces forward and two backward (Shoeybi et al., arXiv 1909.08053), or as many
         gathers and reduce-scatters of the same bytes; recomputation repeats forward's.
         """
-        layout, workload = self.job.layout, self.job.workload
+        layout, workload, model = self.job.layout, self.job.workload, self.job.model
+        if isinstance(model, TracedModel):
+            return 0.0, 0.0  # data axes only
         stream = (
-            workload.tokens_per_micro_batch
-            * self.job.model.hidden
-            * workload.precision.item_bytes("param")
+            workload.tokens_per_micro_batch * model.hidden * workload.precision.item_bytes("param")
         )
         one = all_reduce_s(stream, self.tensor_group)
         if workload.software.overlaps_tensor:
@@ -261,6 +294,17 @@ class Stage:
         send = point_to_point_s(stream / divided, self.pipeline_group)
         between = send * layout.chunks_per_stage / max(1, self.layers)
         return 2 * one + between, 2 * one + again + between
+
+
+def _slowest_blocks(job: Job) -> tuple[int, bool]:
+    """Blocks of the slowest stage, and whether it has the head."""
+    model = job.model
+    fullest, last = job.layout.stage_blocks(model.layers)
+    if not isinstance(model, ModelSpec):
+        return model.layers, True
+    head = model.vocab * model.hidden / model.block_matrix_numel
+    has_head = last + head >= fullest
+    return (last if has_head else fullest), has_head
 
 
 def _sum(*times: PassTime) -> PassTime:

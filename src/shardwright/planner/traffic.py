@@ -45,6 +45,7 @@ def step_traffic(
                 reduce_itemsize=int(ITEM_BYTES[workload.precision.reduce]),
             )
             for index, unit in enumerate(units)
+            if unit.layout is not None
         ],
         counts,
         gradients=layout.resolved.gradients,

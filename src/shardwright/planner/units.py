@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from shardwright.core.errors import SpecError
 from shardwright.core.layout import ParameterSpec, UnitLayout, lay_out
 from shardwright.core.memory import UnitNeeds
 from shardwright.core.strategy import Gathered
 from shardwright.planner.layout import LayoutSpec
 from shardwright.planner.model import ModelSpec
+from shardwright.planner.traced import TracedModel, UnitTrace
 from shardwright.planner.workload import PrecisionSpec
 
 __all__ = ["TORCH_DTYPE", "PlannedUnit", "find_units", "tensor_rank_numel"]
@@ -40,27 +42,40 @@ class PlannedUnit:
     Attributes:
         name: Its name.
         kind: Root, block, a lone end, or the whole model.
-        layout: Who owns which rows.
+        layout: Who owns which rows; None for a root without parameters.
         gathered: How long it stays gathered.
         ends: Which ends of the model it computes.
+        parent: Index of the unit that encloses it; the root's own is not read.
+        depth: Units that enclose it.
+        trace: What it does, where the model was traced.
     """
 
     name: str
     kind: Kind
-    layout: UnitLayout
+    layout: UnitLayout | None
     gathered: Gathered
     ends: tuple[End, ...] = ()
+    parent: int = 0
+    depth: int = 1
+    trace: UnitTrace | None = None
 
     @property
     def numel(self) -> int:
         """Elements of its gathered space."""
-        return self.layout.numel
+        return self.layout.numel if self.layout else 0
+
+    @property
+    def trainable_numel(self) -> int:
+        """Elements that receive gradients, padding included."""
+        if self.layout is None:
+            return 0
+        return sum(segment.numel for segment in self.layout.segments if segment.trainable)
 
     def needs(self, precision: PrecisionSpec) -> UnitNeeds:
         """What the engine's memory formula wants to know."""
         return UnitNeeds(
             layout=self.layout,
-            depth=0 if self.kind in ("root", "model") else 1,
+            depth=self.depth,
             gathered=self.gathered,
             master_dtype=TORCH_DTYPE[precision.master],
             reduce_dtype=TORCH_DTYPE[precision.reduce],
@@ -139,7 +154,7 @@ def _parameters(
 
 @lru_cache(maxsize=1024)
 def find_units(
-    model: ModelSpec,
+    model: ModelSpec | TracedModel,
     layout: LayoutSpec,
     param_dtype: str,
     *,
@@ -157,10 +172,12 @@ def find_units(
         has_embedding: Whether the stage looks tokens up.
         has_head: Whether it ends in the loss.
     """
+    if isinstance(model, TracedModel):
+        return _traced_units(model, layout)
     dtype = TORCH_DTYPE[param_dtype]
     if not layout.wraps_blocks:
         return _one_unit(model, layout, dtype, layers)
-    gathered = layout.resolved.gathered
+    gathered = layout.gathered
     owners = layout.replicate if layout.resolved.optimizer_over_replicas else 1
     multiple = 1 if owners > 1 else layout.replicas
     ends = _divide_ends(model, has_embedding=has_embedding, has_head=has_head)
@@ -170,7 +187,14 @@ def find_units(
     ) -> PlannedUnit:
         parameters = _parameters(model, kind, ends, dtype, layout.tensor)
         laid_out = _lay_out(parameters, kind, layout.shard_degree, owners, multiple)
-        return PlannedUnit(name=name, kind=kind, layout=laid_out, gathered=keeps, ends=ends)
+        return PlannedUnit(
+            name=name,
+            kind=kind,
+            layout=laid_out,
+            gathered=keeps,
+            ends=ends,
+            depth=0 if kind == "root" else 1,
+        )
 
     found = [unit("(root)", "root", ends.in_root)]
     if "embedding" in ends.own:
@@ -202,7 +226,45 @@ def _one_unit(
             name="(root)",
             kind="model",
             layout=laid_out,
-            gathered=layout.resolved.gathered,
+            gathered=layout.gathered,
+            depth=0,
             ends=("embedding", "head"),
         ),
     )
+
+
+def _traced_units(model: TracedModel, layout: LayoutSpec) -> tuple[PlannedUnit, ...]:
+    """Units of a traced model, laid out as the engine lays them out."""
+    if not layout.wraps_blocks:
+        raise SpecError(
+            f"{model.name} was traced unit by unit; trace it with units=None to plan it as one unit"
+        )
+    owners = layout.replicate if layout.resolved.optimizer_over_replicas else 1
+    multiple = 1 if owners > 1 else layout.replicas
+    first_resident = model.layers - layout.resident_units
+    found = []
+    block = 0
+    for unit in model.units:
+        gathered = layout.gathered
+        if unit.is_block:
+            if gathered is Gathered.USE and block >= first_resident:
+                gathered = Gathered.BACKWARD
+            block += 1
+        laid_out = None
+        if unit.parameters:
+            # Names are left out, so that units alike are laid out once.
+            alike = tuple(replace(p, name=str(i)) for i, p in enumerate(unit.parameters))
+            laid_out = _lay_out(alike, "unit", layout.shard_degree, owners, multiple)
+        kind: Kind = "root" if unit.parent is None else "block" if unit.is_block else "end"
+        found.append(
+            PlannedUnit(
+                name=unit.name,
+                kind=kind,
+                layout=laid_out,
+                gathered=gathered,
+                parent=unit.parent or 0,
+                depth=unit.depth,
+                trace=unit.trace,
+            )
+        )
+    return tuple(found)

@@ -21,6 +21,7 @@ from shardwright.planner.rows import (
     is_dense_data_parallel,
     read_row,
 )
+from shardwright.planner.stacks import STACKS, Stack
 
 __all__ = [
     "MemoryResult",
@@ -66,6 +67,8 @@ class RowResult:
 def predict_rows(
     rows: Sequence[Mapping[str, str]],
     efficiencies: Mapping[str, Factors] | None = None,
+    *,
+    stacks: Mapping[str, Stack] = STACKS,
 ) -> list[RowResult]:
     """Predict rows of a table of speeds.
 
@@ -73,13 +76,14 @@ def predict_rows(
         rows: Columns by name.
         efficiencies: Fitted factors by the family they leave out; None takes the committed ones.
             A family that the fit never saw takes the factors of all.
+        stacks: What each training stack runs.
     """
     left_out = load_left_out() if efficiencies is None else efficiencies
     everyone = load_efficiencies() if efficiencies is None else {}
     found = []
     for row in rows:
         try:
-            read = read_row(row)
+            read = read_row(row, stacks)
             family = family_of(row.get("source", ""))
             factors = left_out.get(family, everyone)
             prediction = predict(read.job, efficiencies=factors)

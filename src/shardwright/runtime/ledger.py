@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwright.core.memory import MemoryPlan
 from shardwright.core.volume import PassCounts, UnitTraffic, expected_traffic
+from shardwright.runtime.planned import beside_plan, check_plan, read_engine_section
 
 if TYPE_CHECKING:
     from shardwright.core.strategy import Gradients
@@ -83,6 +85,7 @@ class ReconciliationRow:
         computed: Bytes by the closed form.
         counted: Bytes counted or held.
         reason: Why they differ, or what the figure covers.
+        planned: Bytes by a plan file; None where none was given.
     """
 
     section: str
@@ -90,11 +93,17 @@ class ReconciliationRow:
     computed: int
     counted: int
     reason: str = ""
+    planned: int | None = None
 
     @property
     def difference(self) -> int:
         """Counted less computed, in bytes."""
         return self.counted - self.computed
+
+    @property
+    def planned_difference(self) -> int:
+        """Counted less planned, in bytes; 0 without a plan."""
+        return 0 if self.planned is None else self.counted - self.planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +125,32 @@ class Reconciliation:
         """Whether every figure was counted as computed."""
         return all(row.difference == 0 for row in self.rows)
 
+    @property
+    def is_as_planned(self) -> bool:
+        """Whether every figure was counted as planned; True without a plan."""
+        return all(row.planned_difference == 0 for row in self.rows)
+
     def __str__(self) -> str:
+        if any(row.planned is not None for row in self.rows):
+            return self._beside_plan()
         lines = [f"{'':34}{'computed':>16}{'counted':>16}{'difference':>12}  (bytes per rank)"]
         for row in self.rows:
             name = f"{row.section}: {row.name}"
             lines.append(
                 f"{name:34}{row.computed:>16,}{row.counted:>16,}{row.difference:>12,}  {row.reason}"
             )
+        return "\n".join(lines)
+
+    def _beside_plan(self) -> str:
+        lines = [
+            f"{'':34}{'planned':>16}{'computed':>16}{'counted':>16}{'difference':>12}"
+            "  (bytes per rank; counted less planned)"
+        ]
+        lines.extend(
+            f"{row.section + ': ' + row.name:34}{row.planned or 0:>16,}{row.computed:>16,}"
+            f"{row.counted:>16,}{row.planned_difference:>12,}  {row.reason}"
+            for row in self.rows
+        )
         return "\n".join(lines)
 
 
@@ -298,12 +326,27 @@ class Ledger:
         )
         return computed | self._requested
 
-    def reconcile(self) -> Reconciliation:
-        """Put every counted figure beside the closed form.
+    def reconcile(self, plan: Mapping[str, Any] | str | Path | None = None) -> Reconciliation:
+        """Put every counted figure beside the closed form, and beside a plan.
+
+        Args:
+            plan: A plan file of the same job, or its content.
 
         Returns:
             Rows for traffic since the start of the run and for memory held now, in bytes per rank.
+
+        Raises:
+            SpecError: The plan can't be read, or is for another model, strategy or mesh.
         """
+        found = self._reconciled()
+        if plan is None:
+            return found
+        section = read_engine_section(plan)
+        sources = self._require_sources()
+        check_plan(section, sources.units(), sources.gradients)
+        return replace(found, rows=beside_plan(found.rows, section, self.num_steps))
+
+    def _reconciled(self) -> Reconciliation:
         computed, counted = self.computed_traffic(), self.sent_by_collective()
         rows = [
             ReconciliationRow(

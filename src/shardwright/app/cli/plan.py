@@ -44,6 +44,24 @@ def plan(
     ] = None,
     max_tensor: Annotated[int, typer.Option(help="Largest tensor axis.")] = 8,
     max_pipeline: Annotated[int, typer.Option(help="Most pipeline stages.")] = 16,
+    max_chunks: Annotated[
+        int, typer.Option(help="Most pieces that a pipeline stage interleaves.")
+    ] = 1,
+    forward_prefetch: Annotated[int, typer.Option(help="Units gathered ahead in forward.")] = 1,
+    backward_prefetch: Annotated[int, typer.Option(help="Units gathered ahead in backward.")] = 1,
+    backward_prefetch_at: Annotated[
+        str, typer.Option(help="Gather ahead before (pre) or after (post) a unit's backward.")
+    ] = "pre",
+    max_in_flight: Annotated[
+        int, typer.Option(help="Bound on gathers started and not yet used.")
+    ] = 2,
+    residency: Annotated[
+        int, typer.Option(help="Blocks kept gathered from forward to backward.")
+    ] = 0,
+    context: Annotated[int, typer.Option(help="Not modelled: context parallelism.")] = 1,
+    compression: Annotated[
+        str | None, typer.Option(help="Not modelled: compressed collectives.")
+    ] = None,
     headroom: Annotated[float, typer.Option(help="Share of memory to leave free.")] = 0.05,
     attention: Annotated[str, typer.Option(help="Attention kernel.")] = "flash2",
     loss: Annotated[str, typer.Option(help="full, fused_softmax or chunked.")] = "full",
@@ -69,14 +87,8 @@ def plan(
     --global-batch 128
     """
     from shardwright.app.plan import plan as make_plans
-    from shardwright.planner.files import read_cluster
     from shardwright.planner.search import SearchSpace
 
-    where = (
-        read_cluster(cluster)
-        if cluster
-        else _cluster(device, devices, devices_per_node, network, pcie=pcie)
-    )
     workload: dict[str, Any] = {
         "seq_len": seq_len,
         "global_batch": global_batch,
@@ -88,36 +100,56 @@ def plan(
         "software": software,
         "reduce": reduce,
         "offload_optimizer": offload_optimizer or None,
+        "context": context if context != 1 else None,
+        "compression": compression,
     }
     plans = make_plans(
         model=model,
-        cluster=where,
+        cluster=_cluster(cluster, device, devices, devices_per_node, network, pcie=pcie),
         workload={key: value for key, value in workload.items() if value is not None},
+        settings={
+            "forward_prefetch": forward_prefetch,
+            "backward_prefetch": backward_prefetch,
+            "backward_prefetch_at": backward_prefetch_at,
+            "max_in_flight": max_in_flight,
+            "residency": residency,
+        },
         space=SearchSpace(
             strategies=_strategies(strategy or []),
             max_tensor=max_tensor,
             max_pipeline=max_pipeline,
+            max_chunks=max_chunks,
             headroom=headroom,
         ),
         probe=probe,
     )
     if out is not None:
         plans.save(out)
+    print(_shown(plans, top, explain=explain, as_json=as_json, as_csv=as_csv))
+
+
+def _shown(plans: Plans, top: int, *, explain: bool, as_json: bool, as_csv: bool) -> str:
     if as_json:
-        print(plans.to_json())
-    elif as_csv:
-        print(plans.to_csv(), end="")
-    else:
-        print(plans.table(top))
-        if explain:
-            print(_explained(plans))
+        return plans.to_json()
+    if as_csv:
+        return plans.to_csv().rstrip("\r\n")
+    return plans.table(top) + (f"\n{_explained(plans)}" if explain else "")
 
 
 def _cluster(
-    device: str | None, devices: int | None, per_node: int, network: str | None, *, pcie: bool
+    file: Path | None,
+    device: str | None,
+    devices: int | None,
+    per_node: int,
+    network: str | None,
+    *,
+    pcie: bool,
 ) -> Any:
     from shardwright.planner.cluster import make_cluster
+    from shardwright.planner.files import read_cluster
 
+    if file is not None:
+        return read_cluster(file)
     if device is None or devices is None:
         raise SpecError("give --cluster FILE.toml, or --device and --devices")
     return make_cluster(device, devices, devices_per_node=per_node, network=network, uses_pcie=pcie)

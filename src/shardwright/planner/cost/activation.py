@@ -10,7 +10,7 @@ from __future__ import annotations
 from shardwright.planner.model import ModelSpec
 from shardwright.planner.workload import ITEM_BYTES, WorkloadSpec
 
-__all__ = ["block_kept", "block_working", "head_bytes", "per_token_bytes"]
+__all__ = ["LOGIT_BYTES", "block_kept", "block_working", "head_bytes", "per_token_bytes"]
 
 _STREAM = "stream"  # residual-width tensors, divided over the tensor axis with sequences only
 _INNER = "inner"  # tensors inside attention and feed-forward, always divided
@@ -130,7 +130,7 @@ def block_working(
     return tokens * (total + widest + core / 2)
 
 
-_LOGIT_BYTES = {"shifted": 18.0, "full": 8.0, "narrow": 4.0, "fused_softmax": 2.0, "chunked": 0.0}
+LOGIT_BYTES = {"shifted": 18.0, "full": 8.0, "narrow": 4.0, "fused_softmax": 2.0, "chunked": 0.0}
 """Bytes per logit beside the logits themselves at the loss's peak: fp32 copies and gradients."""
 
 _CHUNK_TOKENS = 8192
@@ -149,7 +149,7 @@ def head_bytes(model: ModelSpec, workload: WorkloadSpec, *, tensor: int = 1) -> 
     stream = tokens * model.hidden * p
     if workload.software.loss == "chunked":
         return 2 * stream + min(1.0, _CHUNK_TOKENS / tokens) * logits * (p + 4)
-    extra = _LOGIT_BYTES[workload.software.loss]
+    extra = LOGIT_BYTES[workload.software.loss]
     if workload.software.class_name == "compiled":
         extra = min(extra, 6.0)
     return 2 * stream + logits * (p + extra)

@@ -18,7 +18,14 @@ from shardwright.planner.device import DeviceSpec
 from shardwright.planner.model import ModelSpec
 from shardwright.planner.workload import WorkloadSpec
 
-__all__ = ["PassTime", "block_time", "ends_time"]
+__all__ = [
+    "COMPILED_HOST_US_PER_KERNEL",
+    "HOST_US_PER_KERNEL",
+    "PassTime",
+    "block_time",
+    "ends_time",
+    "recomputed_s",
+]
 
 HOST_US_PER_KERNEL = 9.0
 """Time for Python, dispatch and autograd to start one eager operation, µs."""
@@ -94,7 +101,7 @@ def block_time(
     pointwise = stream_s(traffic.forward_bytes * tokens, device, efficiency)
     pointwise_gradient = stream_s(traffic.backward_bytes * tokens, device, efficiency)
     kind = workload.checkpointing if is_checkpointed else "none"
-    again = _recomputed(kind, software.class_name, products, attention, pointwise)
+    again = recomputed_s(kind, software.class_name, products, attention, pointwise)
     host_us = HOST_US_PER_KERNEL if software.class_name == "eager" else COMPILED_HOST_US_PER_KERNEL
     forward = max(products + attention + pointwise, traffic.forward_kernels * host_us * 1e-6)
     backward = max(
@@ -131,7 +138,7 @@ def _products_s(
     return forward, backward
 
 
-def _recomputed(
+def recomputed_s(
     kind: str, class_name: str, products: float, attention: float, pointwise: float
 ) -> tuple[float, float, float]:
     """What backward computes again: products, attention, elementwise operations.

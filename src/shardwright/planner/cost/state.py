@@ -59,9 +59,9 @@ def engine_plan(
         [unit.needs(workload.precision) for unit in units],
         gradients=layout.resolved.gradients,
         replicas=layout.replicas,
-        gather_distance=max(layout.forward_prefetch, layout.backward_prefetch),
-        reduce_distance=1,
-        needs_staging=False,
+        gather_distance=layout.gather_distance,
+        reduce_distance=layout.reduce_in_flight,
+        needs_staging=layout.transport == "pairwise",
     )
 
 
@@ -160,7 +160,7 @@ def _optimizer(
     """
     if workload.optimizer.is_offloaded:
         return 0.0, 0.0
-    owned = sum(unit.numel for unit in units) / layout.optimizer_degree
+    owned = sum(unit.trainable_numel for unit in units) / layout.optimizer_degree
     moments = workload.optimizer.num_moments
     one = owned * workload.precision.item_bytes("state")
     updated = one
