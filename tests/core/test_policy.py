@@ -905,6 +905,43 @@ def test_gathers_of_a_micro_batch_do_not_depend_on_the_one_before(gathered: Gath
     assert gathers[0] == gathers[1]
 
 
+def test_units_whose_gradients_never_come_are_named_when_backward_goes_past_them() -> None:
+    run = Run(stack(3, 3))
+    run.forward(in_a_row(3))
+    run.policy.backward_enter(0)
+    run.policy.backward_enter(3)  # none of its parameters gets a gradient on this rank
+    assert run.policy.finished_before(2) == [3]
+    run.policy.backward_exit(3)
+    run.policy.backward_enter(2)
+    assert run.policy.finished_before(1) == [2]
+    assert run.policy.finished_before(None) == [2, 0]  # innermost first, the root last
+
+
+def test_a_unit_that_ends_names_the_open_ones_that_it_does_not_lie_in() -> None:
+    units = [unit("root", 0, None), unit("outer", 1), unit("inner", 2, 1), unit("other", 3)]
+    run = Run(units)
+    run.forward((0, ((1, ((2, ()),)), (3, ()))))
+    for index in (0, 3, 1, 2):
+        run.policy.backward_enter(index)
+    assert run.policy.finished_inside(2) == []
+    assert run.policy.finished_inside(1) == [2]
+    run.policy.backward_exit(2)
+    assert run.policy.finished_inside(1) == []
+    assert run.policy.finished_before(None) == [1, 0]
+
+
+def test_entering_a_backward_is_enough_to_be_reduced_and_a_frozen_unit_never_is() -> None:
+    units = [unit("root", 0, None), unit("b1", 1), unit("b2", 2, trainable=False)]
+    run = Run(units, gradients=WHOLE)
+    run.forward(in_a_row(2))
+    run.take()
+    for index in (0, 2, 1):
+        run.policy.backward_enter(index)
+        run.policy.backward_exit(index)
+    run.policy.backward_end()
+    assert per_unit(run.take(), Op.REDUCE) == {"root": 1, "b1": 1}
+
+
 # --- actions and settings ----------------------------------------------------------------------
 
 

@@ -64,6 +64,7 @@ class UnitGradients:
         self._control = self._own_control = torch.empty(0)
         self._owned: list[torch.Tensor] = []  # flat pieces this rank's optimizer sees
         self._not_owned: list[torch.Tensor] = []  # the rest of what adds up over micro-batches
+        self._assigned_versions = 0  # of the sums, when `.grad` was last assigned
         self._has_sums_apart = True  # sums have memory of their own, outside the buffer
         self.has_sums = self.is_reduced = self.is_final = self.wants_replicate = False
         self.is_scaled = False
@@ -164,6 +165,8 @@ class UnitGradients:
         """Find what is alive from earlier backwards, and make ready to add to it."""
         alive = [self.keep(k) for k in range(len(self.sinks))]
         any_alive = any(alive)
+        if any_alive and not self.is_final and self._versions() != self._assigned_versions:
+            self._take_over_zeros()
         # What was reduced into sums of their own is no longer wanted in the buffer.
         keeps_buffer = self.home is Gradients.WHOLE and not (self._has_sums_apart and self.is_final)
         for k, sink in enumerate(self.sinks):
@@ -216,6 +219,24 @@ class UnitGradients:
         """Whether any parameter's `.grad` is set."""
         return any(self.unit.parameters[i].grad is not None for i in self.unit.trainable)
 
+    def _versions(self) -> int:
+        return sum([piece._version for piece in self._owned])
+
+    def _take_over_zeros(self) -> None:
+        """Discard what `.grad` doesn't show, where the user zeroed it between micro-batches.
+
+        Raises:
+            LifecycleError: It was changed to something else, which only this rank's rows would see.
+        """
+        if any(bool(shard.any()) for shard in self.shards):
+            raise LifecycleError(
+                f"gradients of unit {self.unit.name!r} were changed in place between "
+                "micro-batches, where they are not reduced yet and `.grad` shows this rank's rows "
+                "only. Change them after the step's last backward, or scale the loss."
+            )
+        for rest in self._not_owned:
+            rest.zero_()
+
     def unscale(self) -> None:
         """Turn means back into sums that reductions over both axes will add up once again."""
         factor = self.unit.layout.num_owners
@@ -264,6 +285,7 @@ class UnitGradients:
                 parameter.grad = self.shards[k]
                 if self.is_final:
                     _call_hooks(parameter)
+        self._assigned_versions = self._versions()
 
     def _gradient_pieces(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """The gradient space: one flat view per trainable segment, then the control segment."""
