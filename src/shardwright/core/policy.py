@@ -17,8 +17,9 @@ of a micro-batch don't depend on the one before it.
 waits only for nodes created after it. So when backward enters a unit, everything created after
 that unit's forward has run: windows still open belong to units that enclose it, to units inside it
 whose output is its own, or to units whose parameters get no gradient (frozen, unused, or not asked
-for), which nothing else would close. `finished_before` and `finished_inside` name them, and the engine
-ends their backward as if gradients had come: another rank may have some, and reduce the unit here.
+for), which nothing else would close. `finished_before` and `finished_inside` name them, and
+the engine ends their backward as if gradients had come: another rank may have some, and reduce the
+unit here.
 """
 
 from __future__ import annotations
