@@ -32,7 +32,7 @@ def test_compiled_blocks_equal_one_process_on_replicas(pool: RankPool, strategy:
         way="block.compile() after",
         strategy=strategy,
         shape=(2, 2),
-        backend="aot_eager",
+        backend="eager",
     ):
         assert difference <= 1e-9
         assert 1 <= graphs <= GRAPHS

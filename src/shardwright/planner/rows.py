@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-class Unpredictable(SpecError):
+class Unpredictable(ValueError):
     """A row lacks what a prediction needs, or uses what the planner doesn't model."""
 
 
