@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from shardwright.core.errors import ShardwrightError, SpecError
+from shardwright.core.errors import ShardwrightError
 from shardwright.planner.cluster import ClusterSpec, LinkSpec, make_cluster
 from shardwright.planner.device import DeviceSpec, find_device
 from shardwright.planner.job import Job
