@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -214,6 +215,8 @@ def costs_of_sharding(strategy: str, shape: tuple[int, int], build: str) -> dict
             model = Wide()
     with Watch() as watch:
         sw.shard(model, strategy, mesh=mesh)
+    if mesh.data_axis.group is not None:
+        dist.barrier(mesh.data_axis.group)  # a backend's threads hold what they sent a while longer
     held = {p.full_name: p.global_shape for p in model.parameters() if p.numel()}
     return {
         "beside": watch.peak_of_passing_bytes(),
