@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -225,18 +225,25 @@ def _is_recomputed(workload: WorkloadSpec, unit: PlannedUnit, block: int) -> boo
     return unit.kind == "block" and is_block_checkpointed(workload, block)
 
 
+def _of_traced(
+    cost: Callable[..., float],
+    model: TracedModel,
+    workload: WorkloadSpec,
+    units: Sequence[PlannedUnit],
+) -> list[float]:
+    return [
+        cost(model, unit.trace, workload, is_checkpointed=_is_recomputed(workload, unit, block))
+        for unit, block in numbered(units)
+        if unit.trace is not None
+    ]
+
+
 def working_bytes(
     model: _Model, layout: LayoutSpec, workload: WorkloadSpec, units: Sequence[PlannedUnit]
 ) -> list[float]:
     """Activations alive only in each unit's backward, in bytes, in the order of the units."""
     if isinstance(model, TracedModel):
-        return [
-            traced_working(
-                model, unit.trace, workload, is_checkpointed=_is_recomputed(workload, unit, block)
-            )
-            for unit, block in numbered(units)
-            if unit.trace is not None
-        ]
+        return _of_traced(traced_working, model, workload, units)
     block = block_working(model, workload, tensor=layout.tensor)
     return [block if unit.kind in ("block", "model") else 0.0 for unit in units]
 
@@ -253,13 +260,7 @@ def kept_bytes(
 ) -> list[float]:
     """Activations each unit keeps for one micro-batch, in bytes, in the order of the units."""
     if isinstance(model, TracedModel):
-        return [
-            traced_kept(
-                model, unit.trace, workload, is_checkpointed=_is_recomputed(workload, unit, block)
-            )
-            for unit, block in numbered(units)
-            if unit.trace is not None
-        ]
+        return _of_traced(traced_kept, model, workload, units)
     boundary = (
         workload.tokens_per_micro_batch * model.hidden * workload.precision.item_bytes("param")
     )

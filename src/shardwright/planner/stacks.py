@@ -48,6 +48,29 @@ _LOOP = OptimizerSpec(implementation="loop")
 _FUSED = OptimizerSpec(implementation="fused")
 _FOREACH = OptimizerSpec(implementation="foreach")
 
+# Kernels that several stacks share.
+_PLAIN = SoftwareSpec(norm="eager_fp32", attention="flash2", loss="full", engine="fsdp2")
+_PLAIN_FSDP1 = replace(_PLAIN, engine="fsdp1")
+_MOSAIC = SoftwareSpec(norm="fused", attention="flash1", loss="narrow", engine="fsdp1")
+_MEGATRON_2021 = SoftwareSpec(
+    class_name="fused",
+    norm="fused",
+    attention="fused_softmax",
+    loss="full",
+    engine="megatron",
+    overlaps=False,
+    dropout=True,
+)
+_MEGATRON_CORE = SoftwareSpec(
+    class_name="fused",
+    norm="fused",
+    attention="flash3",
+    loss="fused_softmax",
+    engine="megatron",
+    sequence_parallel=True,
+    overlaps_tensor=True,
+)
+
 STACKS: Mapping[str, Stack] = MappingProxyType(
     {
         "mosaicgpt-0.0.3": Stack(
@@ -64,31 +87,27 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
             "that masked tiles are computed is inferred",
         ),
         "mosaicgpt-0.0.4": Stack(
-            software=SoftwareSpec(norm="fused", attention="flash1", loss="narrow", engine="fsdp1"),
+            software=_MOSAIC,
             optimizer=_LOOP,
             source="mosaicml/examples examples/llm/src/models/mosaic_gpt.py at 002992f: layer "
             "norms in low precision where configured; the fused cross-entropy with gpt_block: "
             "optimized only, else torch's, on logits in the products' dtype",
         ),
         "llm-foundry": Stack(
-            software=SoftwareSpec(norm="fused", attention="flash1", loss="narrow", engine="fsdp1"),
+            software=_MOSAIC,
             optimizer=_LOOP,
             source="mosaicml/llm-foundry scripts/train/benchmarking/submit_benchmarks.py at "
             "12a6319: low_precision_layernorm, attn_impl triton; that torch's cross-entropy ran is "
             "inferred",
         ),
         "torchtitan": Stack(
-            software=SoftwareSpec(
-                norm="eager_fp32", attention="flash2", loss="full", engine="fsdp2"
-            ),
+            software=_PLAIN,
             optimizer=_FUSED,
             selective="selective",
             source="pytorch/torchtitan models/llama3: nn.RMSNorm, SDPA, fp32 cross-entropy, FSDP2",
         ),
         "fms-fsdp": Stack(
-            software=SoftwareSpec(
-                norm="eager_fp32", attention="flash2", loss="full", engine="fsdp1"
-            ),
+            software=_PLAIN_FSDP1,
             optimizer=_FOREACH,
             reduce="param",
             selective="alternate",
@@ -96,9 +115,7 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
             "fms_fsdp policies: parameters, reductions and buffers in bf16",
         ),
         "litgpt": Stack(
-            software=SoftwareSpec(
-                norm="eager_fp32", attention="flash2", loss="full", engine="fsdp1"
-            ),
+            software=_PLAIN_FSDP1,
             optimizer=_FUSED,
             source="Lightning-AI/litgpt pretrain: RMSNorm in fp32, SDPA, fused AdamW",
         ),
@@ -126,72 +143,32 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
             "A3 machines have four 200 Gb/s cards",
         ),
         "megatron-2021": Stack(
-            software=SoftwareSpec(
-                class_name="fused",
-                norm="fused",
-                attention="fused_softmax",
-                loss="full",
-                engine="megatron",
-                overlaps=False,
-                dropout=True,
-            ),
+            software=_MEGATRON_2021,
             optimizer=_FUSED,
             reduce="param",
             source="NVIDIA/Megatron-LM v2: fused layer norm, scaled masked softmax, bias-gelu; "
             "gradients all-reduced after the last backward; dropout 0.1",
         ),
         "megatron-2022": Stack(
-            software=SoftwareSpec(
-                class_name="fused",
-                norm="fused",
-                attention="fused_softmax",
-                loss="full",
-                engine="megatron",
-                overlaps=False,
-                dropout=True,
-                sequence_parallel=True,
-            ),
+            software=replace(_MEGATRON_2021, sequence_parallel=True),
             optimizer=_FUSED,
             reduce="param",
             source="arXiv 2205.05198: sequence parallelism and selective recomputation",
         ),
         "megatron-deepspeed": Stack(
-            software=SoftwareSpec(
-                class_name="fused",
-                norm="fused",
-                attention="fused_softmax",
-                loss="full",
-                engine="deepspeed",
-                overlaps=False,
-                dropout=True,
-            ),
+            software=replace(_MEGATRON_2021, engine="deepspeed"),
             optimizer=_FUSED,
             reduce="param",
             source="bigscience-workshop/Megatron-DeepSpeed: Megatron v2 kernels, ZeRO-1",
         ),
         "deepspeed-zero3": Stack(
-            software=SoftwareSpec(
-                class_name="fused",
-                norm="fused",
-                attention="fused_softmax",
-                loss="full",
-                engine="deepspeed",
-                dropout=True,
-            ),
+            software=replace(_MEGATRON_2021, engine="deepspeed", overlaps=True),
             optimizer=_FUSED,
             reduce="param",
             source="DeepSpeed ZeRO-3 over Megatron v2 kernels",
         ),
         "megatron-core": Stack(
-            software=SoftwareSpec(
-                class_name="fused",
-                norm="fused",
-                attention="flash3",
-                loss="fused_softmax",
-                engine="megatron",
-                sequence_parallel=True,
-                overlaps_tensor=True,
-            ),
+            software=_MEGATRON_CORE,
             optimizer=_FUSED,
             reduce="param",
             recomputes_unasked=False,
@@ -200,15 +177,7 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
             "sequence parallelism",
         ),
         "megatron-lm-2024": Stack(
-            software=SoftwareSpec(
-                class_name="fused",
-                norm="fused",
-                attention="flash3",
-                loss="full",
-                engine="megatron",
-                sequence_parallel=True,
-                overlaps_tensor=True,
-            ),
+            software=replace(_MEGATRON_CORE, loss="full"),
             optimizer=_FUSED,
             reduce="param",
             recomputes_unasked=False,
@@ -216,9 +185,7 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
             "fused cross-entropy is off by default",
         ),
         "pytorch": Stack(
-            software=SoftwareSpec(
-                norm="eager_fp32", attention="flash2", loss="full", engine="fsdp2"
-            ),
+            software=_PLAIN,
             optimizer=_FOREACH,
             source="what plain torch code of a decoder does",
         ),

@@ -18,19 +18,12 @@ from shardwright.planner.device import DeviceSpec
 from shardwright.planner.model import ModelSpec
 from shardwright.planner.workload import WorkloadSpec
 
-__all__ = [
-    "COMPILED_HOST_US_PER_KERNEL",
-    "HOST_US_PER_KERNEL",
-    "PassTime",
-    "block_time",
-    "ends_time",
-    "recomputed_s",
-]
+__all__ = ["Parts", "PassTime", "block_time", "ends_time", "unit_time"]
 
-HOST_US_PER_KERNEL = 9.0
+_HOST_US_PER_KERNEL = 9.0
 """Time for Python, dispatch and autograd to start one eager operation, µs."""
 
-COMPILED_HOST_US_PER_KERNEL = 4.5
+_COMPILED_HOST_US_PER_KERNEL = 4.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +41,60 @@ class PassTime:
 
     forward_s: float
     backward_s: float
-    matmul_s: float
+    matmul_s: float = 0.0
+    attention_s: float = 0.0
+    elementwise_s: float = 0.0
+    recompute_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a unit computes in one direction.
+
+    Attributes:
+        products_s: Seconds of matrix products with weights.
+        attention_s: Seconds of attention's core.
+        elementwise_s: Seconds of operations bound by memory.
+        kernels: Operations that the host starts.
+    """
+
+    products_s: float
     attention_s: float
     elementwise_s: float
-    recompute_s: float
+    kernels: float
+
+    def seconds(self, class_name: str) -> float:
+        """Seconds of all, or of the host where that takes longer to start them."""
+        is_eager = class_name == "eager"
+        host_us = _HOST_US_PER_KERNEL if is_eager else _COMPILED_HOST_US_PER_KERNEL
+        computed_s = self.products_s + self.attention_s + self.elementwise_s
+        return max(computed_s, self.kernels * host_us * 1e-6)
+
+
+def unit_time(
+    forward: Parts, backward: Parts, workload: WorkloadSpec, *, is_checkpointed: bool
+) -> PassTime:
+    """Seconds of a unit, with what its backward computes again.
+
+    Args:
+        forward: Its forward.
+        backward: Its backward, without recomputation.
+        workload: Recomputation and software.
+        is_checkpointed: Whether the workload's kind of recomputation applies to it.
+    """
+    class_name = workload.software.class_name
+    kind = workload.checkpointing if is_checkpointed else "none"
+    again = _recomputed_s(
+        kind, class_name, forward.products_s, forward.attention_s, forward.elementwise_s
+    )
+    return PassTime(
+        forward_s=forward.seconds(class_name),
+        backward_s=backward.seconds(class_name) + sum(again),
+        matmul_s=forward.products_s + backward.products_s + again[0],
+        attention_s=forward.attention_s + backward.attention_s + again[1],
+        elementwise_s=forward.elementwise_s + backward.elementwise_s + again[2],
+        recompute_s=sum(again),
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -98,24 +141,32 @@ def block_time(
         dropout=software.dropout,
     )
     traffic = block_traffic(model, software, tensor=tensor, is_wide=workload.precision.autocasts)
-    pointwise = stream_s(traffic.forward_bytes * tokens, device, efficiency)
-    pointwise_gradient = stream_s(traffic.backward_bytes * tokens, device, efficiency)
-    kind = workload.checkpointing if is_checkpointed else "none"
-    again = recomputed_s(kind, software.class_name, products, attention, pointwise)
-    host_us = HOST_US_PER_KERNEL if software.class_name == "eager" else COMPILED_HOST_US_PER_KERNEL
-    forward = max(products + attention + pointwise, traffic.forward_kernels * host_us * 1e-6)
-    backward = max(
-        product_gradients + attention_gradient + pointwise_gradient,
-        traffic.backward_kernels * host_us * 1e-6,
+    return unit_time(
+        Parts(
+            products_s=products,
+            attention_s=attention,
+            elementwise_s=stream_s(traffic.forward_bytes * tokens, device, efficiency),
+            kernels=traffic.forward_kernels,
+        ),
+        Parts(
+            products_s=product_gradients,
+            attention_s=attention_gradient,
+            elementwise_s=stream_s(traffic.backward_bytes * tokens, device, efficiency),
+            kernels=traffic.backward_kernels,
+        ),
+        workload,
+        is_checkpointed=is_checkpointed,
     )
-    return PassTime(
-        forward_s=forward,
-        backward_s=backward + sum(again),
-        matmul_s=products + product_gradients + again[0],
-        attention_s=attention + attention_gradient + again[1],
-        elementwise_s=pointwise + pointwise_gradient + again[2],
-        recompute_s=sum(again),
-    )
+
+
+def _product_s(
+    m: int, k: int, n: int, device: DeviceSpec, *, dtype: str = "bf16", batch: int = 1
+) -> tuple[float, float]:
+    """Seconds of a product of ``(m, k)`` with weights ``(k, n)``, and of its two gradients."""
+    forward = matmul_s(m, k, n, device, dtype=dtype, batch=batch)
+    backward = matmul_s(m, n, k, device, dtype=dtype, batch=batch)
+    backward += matmul_s(n, m, k, device, dtype=dtype, batch=batch)
+    return forward, backward
 
 
 def _products_s(
@@ -132,13 +183,12 @@ def _products_s(
     ]
     forward = backward = 0.0
     for inputs, outputs in shapes:
-        forward += matmul_s(tokens, inputs, outputs, device, dtype=dtype)
-        backward += matmul_s(tokens, outputs, inputs, device, dtype=dtype)
-        backward += matmul_s(outputs, tokens, inputs, device, dtype=dtype)
+        one, gradients = _product_s(tokens, inputs, outputs, device, dtype=dtype)
+        forward, backward = forward + one, backward + gradients
     return forward, backward
 
 
-def recomputed_s(
+def _recomputed_s(
     kind: str, class_name: str, products: float, attention: float, pointwise: float
 ) -> tuple[float, float, float]:
     """What backward computes again: products, attention, elementwise operations.
@@ -184,9 +234,7 @@ def ends_time(
     embedding_backward = stream_s(looked_up_gradient, device, efficiency)
     vocab = -(-model.vocab // tensor)
     rows = -(-vocab // 64) * 64  # libraries pad, or reach the padded speed
-    forward = matmul_s(tokens, model.hidden, rows, device)
-    backward = matmul_s(tokens, rows, model.hidden, device)
-    backward += matmul_s(rows, tokens, model.hidden, device)
+    forward, backward = _product_s(tokens, model.hidden, rows, device)
     forward, backward = forward / efficiency.matmul, backward / efficiency.matmul
     logits = float(tokens) * vocab
     loss_forward, loss_backward = loss_bytes(workload.software)
@@ -196,17 +244,12 @@ def ends_time(
         PassTime(
             forward_s=embedding_forward,
             backward_s=embedding_backward,
-            matmul_s=0.0,
-            attention_s=0.0,
             elementwise_s=embedding_forward + embedding_backward,
-            recompute_s=0.0,
         ),
         PassTime(
             forward_s=forward + loss_forward_s,
             backward_s=backward + loss_backward_s,
             matmul_s=forward + backward,
-            attention_s=0.0,
             elementwise_s=loss_forward_s + loss_backward_s,
-            recompute_s=0.0,
         ),
     )

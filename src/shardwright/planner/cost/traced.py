@@ -9,12 +9,7 @@ from __future__ import annotations
 
 from shardwright.planner.cost.activation import LOGIT_BYTES
 from shardwright.planner.cost.attention import AttentionShape, attention_s
-from shardwright.planner.cost.block import (
-    COMPILED_HOST_US_PER_KERNEL,
-    HOST_US_PER_KERNEL,
-    PassTime,
-    recomputed_s,
-)
+from shardwright.planner.cost.block import Parts, PassTime, unit_time
 from shardwright.planner.cost.efficiency import Efficiency
 from shardwright.planner.cost.elementwise import loss_bytes, stream_s
 from shardwright.planner.cost.matmul import matmul_s
@@ -55,23 +50,21 @@ def traced_time(
     products, gradients = products / efficiency.matmul, gradients / efficiency.matmul
     attention, attention_gradient = _attention_s(trace, scale, workload, device, efficiency)
     fused = 1.0 if software.class_name == "eager" else _FUSED_SHARE
-    pointwise = stream_s(trace.forward_bytes * scale * fused, device, efficiency)
-    pointwise_gradient = stream_s(trace.backward_bytes * scale * fused, device, efficiency)
-    kind = workload.checkpointing if is_checkpointed else "none"
-    again = recomputed_s(kind, software.class_name, products, attention, pointwise)
-    host_us = HOST_US_PER_KERNEL if software.class_name == "eager" else COMPILED_HOST_US_PER_KERNEL
-    forward = max(products + attention + pointwise, trace.forward_kernels * host_us * 1e-6)
-    backward = max(
-        gradients + attention_gradient + pointwise_gradient,
-        trace.backward_kernels * host_us * 1e-6,
-    )
-    return PassTime(
-        forward_s=forward,
-        backward_s=backward + sum(again),
-        matmul_s=products + gradients + again[0],
-        attention_s=attention + attention_gradient + again[1],
-        elementwise_s=pointwise + pointwise_gradient + again[2],
-        recompute_s=sum(again),
+    return unit_time(
+        Parts(
+            products_s=products,
+            attention_s=attention,
+            elementwise_s=stream_s(trace.forward_bytes * scale * fused, device, efficiency),
+            kernels=trace.forward_kernels,
+        ),
+        Parts(
+            products_s=gradients,
+            attention_s=attention_gradient,
+            elementwise_s=stream_s(trace.backward_bytes * scale * fused, device, efficiency),
+            kernels=trace.backward_kernels,
+        ),
+        workload,
+        is_checkpointed=is_checkpointed,
     )
 
 
@@ -183,8 +176,5 @@ def output_time(
     return PassTime(
         forward_s=forward,
         backward_s=backward,
-        matmul_s=0.0,
-        attention_s=0.0,
         elementwise_s=forward + backward,
-        recompute_s=0.0,
     )
