@@ -139,3 +139,12 @@ def test_a_hugging_face_model_is_initialised_by_its_own_rules(pool: RankPool) ->
     for same, spread in pool.run(2, loading.llama_initial_values, shape=(1, 2), timeout_s=120):
         assert same
         assert 0.018 < spread < 0.022
+
+
+def test_a_rank_lost_while_loading_is_named_on_the_others(pool: RankPool, tmp_path: Path) -> None:
+    path = str(loading.save_one_file(tmp_path))
+    for outcome in pool.attempt(3, loading.a_rank_dies_before_loading, path=path):
+        if outcome.rank != 1:
+            assert outcome.raised == "RankFailedError", outcome
+            assert "rank 1" in outcome.message
+            assert outcome.seconds < 10

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
@@ -324,3 +326,11 @@ def llama_initial_values(shape: tuple[int, int]) -> tuple[bool, float]:
         actual = values_of(model)
         same = all(torch.equal(actual[k], v) for k, v in expected.items())
     return same, expected["model.layers.0.mlp.up_proj.weight"].std().item()
+
+
+def a_rank_dies_before_loading(path: str) -> None:
+    """Rank 1 of 3 is gone when the others agree on the file."""
+    model = sw.shard(without_values("meta_init"), "zero3", mesh=mesh_of((1, 3)))
+    if dist.get_rank() == 1:
+        os._exit(3)
+    sw.load_safetensors(model, path)

@@ -156,7 +156,6 @@ class Policy:
         self._held = [False] * n  # unsharded: must not be evicted by a prefetch
         self._windows = [0] * n  # open forward and backward windows
         self._in_flight = [False] * n  # gathered ahead and not yet used
-        self._in_backward = [False] * n
         self._unreduced = [False] * n  # has, or may have, a local gradient to reduce
         self._unreplicated = [False] * n  # reduced over shards, not yet over replicas
         self._stale_over_replicas = [settings.optimizer_over_replicas] * n
@@ -167,7 +166,7 @@ class Policy:
         self._exits: list[int] = []  # units as their forwards ended: backward runs them in reverse
         self._backward_position = 0  # calls in `_exits` that backward has not reached yet
         self._awaits_backward = [False] * n
-        self._backward_entered: list[int] = []  # units in backward, in order
+        self._in_backward: list[int] = []  # units in backward, in the order they were entered
         self._enclosing = [self._find_ancestors(i) for i in range(n)]
 
     # Events
@@ -176,7 +175,7 @@ class Policy:
         """A unit's forward begins."""
         out: list[Action] = []
         self._entered.append(unit)
-        if any(self._in_backward):  # recomputation: the pass it repeats is already recorded
+        if self._in_backward:  # recomputation: the pass it repeats is already recorded
             self._open(unit, out)
             out.append(self._action(Op.FORWARD, unit))
             return self._record(out)
@@ -200,7 +199,7 @@ class Policy:
         out: list[Action] = []
         self._windows[unit] -= 1
         self._entered.remove(unit)
-        if not any(self._in_backward):
+        if not self._in_backward:
             self._exits.append(unit)
             self._backward_position = len(self._exits)
         if expects_backward:
@@ -216,12 +215,12 @@ class Policy:
 
     def backward_enter(self, unit: int) -> list[Action]:
         """The first gradient of a unit's outputs is about to be propagated."""
-        if self._in_backward[unit]:
+        if unit in self._in_backward:
             return []
         out: list[Action] = []
-        self._close_finished(unit, out)
-        self._in_backward[unit] = True
-        self._backward_entered.append(unit)
+        for finished in self.finished_before(unit):
+            self._close_backward(finished, out)
+        self._in_backward.append(unit)
         self._awaits_backward[unit] = False
         self._unreduced[unit] = self._unreduced[unit] or self.units[unit].trainable
         self._find_in_exits(unit)
@@ -262,7 +261,7 @@ class Policy:
                 if self._unreduced[unit]:
                     self._reduce(unit, out)
                 self._replicate(unit, out)
-            if self._in_backward[unit] or self._awaits_backward[unit]:
+            if unit in self._in_backward or self._awaits_backward[unit]:
                 self._close_backward(unit, out)
             self._awaits_backward[unit] = False
         self._drop_unused(out)
@@ -291,7 +290,6 @@ class Policy:
             self._resident,
             self._held,
             self._in_flight,
-            self._in_backward,
             self._awaits_backward,
         ):
             flags[:] = [False] * n
@@ -300,7 +298,7 @@ class Policy:
         self._windows = [0] * n
         self._slot_unit.clear()
         self._entered, self._sequence, self._exits = [], [], []
-        self._backward_entered = []
+        self._in_backward = []
         self._backward_position = 0
         self.micro_batch = 0
 
@@ -319,9 +317,9 @@ class Policy:
         Args:
             entering: The unit backward is about to enter; None at the end of backward.
         """
-        waiting = reversed(self._backward_entered)
+        waiting = self._in_backward[::-1]
         if entering is None:
-            return list(waiting)
+            return waiting
         around = self._enclosing[entering] | {entering}
         return [u for u in waiting if u not in around and entering not in self._enclosing[u]]
 
@@ -332,7 +330,7 @@ class Policy:
             leaving: The unit whose backward is about to end.
         """
         around = self._enclosing[leaving] | {leaving}
-        return [u for u in reversed(self._backward_entered) if u not in around]
+        return [u for u in self._in_backward[::-1] if u not in around]
 
     def is_any_open(self) -> bool:
         """Whether any window is open."""
@@ -418,20 +416,12 @@ class Policy:
             out.append(self._action(Op.REPLICATE, unit, REPLICATE))
 
     def _close_backward(self, unit: int, out: list[Action], *, keeps: bool = False) -> None:
-        if self._in_backward[unit]:
-            self._in_backward[unit] = False
-            self._backward_entered.remove(unit)
+        if unit in self._in_backward:
+            self._in_backward.remove(unit)
             self._windows[unit] -= 1
         keeps = keeps or self.units[unit].gathered is Gathered.STEP
         if self._windows[unit] == 0 and not keeps:
             self._reshard(unit, out, forget=True)
-
-    def _close_finished(self, entering: int, out: list[Action]) -> None:
-        """Close backward windows that no gradient will close; see [Note: order of backward]."""
-        for unit, is_in_backward in enumerate(self._in_backward):
-            is_related = unit in self._enclosing[entering] or entering in self._enclosing[unit]
-            if is_in_backward and not is_related:
-                self._close_backward(unit, out)
 
     def _drop_unused(self, out: list[Action]) -> None:
         for unit, is_in_flight in enumerate(self._in_flight):

@@ -17,7 +17,7 @@ from shardwright.runtime.build import build_engine
 from shardwright.runtime.checkpointing import Policy, checkpoint_blocks
 from shardwright.runtime.clip import clip_gradients
 from shardwright.runtime.description import Description, describe_engine
-from shardwright.runtime.install import require_engine
+from shardwright.runtime.install import require_engine, require_root
 from shardwright.runtime.ledger import Ledger
 from shardwright.runtime.mesh import Mesh, init_mesh
 from shardwright.runtime.precision import Precision
@@ -241,13 +241,7 @@ def unshard_(model: ModuleT) -> ModuleT:
     Raises:
         LifecycleError: `model` is only a part of a sharded model, or a pass is under way.
     """
-    engine = require_engine(model)
-    if engine.model is not model:
-        raise LifecycleError(
-            f"this {type(model).__name__} is part of a sharded {type(engine.model).__name__}; call "
-            "unshard_() on the model that was given to shard()"
-        )
-    make_plain(engine)
+    make_plain(require_root(model, "unshard_()"))
     return model
 
 

@@ -33,7 +33,7 @@ from shardwright.runtime.optimizers import OptimizerWatch
 from shardwright.runtime.parameter import mark_sharded
 from shardwright.runtime.precision import Precision, cast_buffers
 from shardwright.runtime.settings import EngineSettings
-from shardwright.runtime.transport.base import PeerLost, Transport
+from shardwright.runtime.transport.base import Transport
 from shardwright.runtime.transport.collective import CollectiveTransport
 from shardwright.runtime.transport.control import agree
 from shardwright.runtime.transport.pairwise import PairwiseTransport
@@ -91,15 +91,13 @@ def build_engine(
         local = find_local_values(model, blueprint.modules)
     except Exception as found:  # noqa: BLE001  # a user's predicate may raise anything
         error = found
-    try:
+    with mesh.monitor.explaining("agreement on the model", ROOT):
         agree(mesh.data_axis, lines, error, "shard the model")
-    except PeerLost as lost:
-        raise mesh.monitor.translate(lost, "agreement on the model", ROOT) from lost
-    assert blueprint is not None
-    assert local is not None
-    first_values = agree_on_first_values(
-        local, mesh, is_broadcast=settings.broadcast_init, is_initialized=initialize
-    )
+        assert blueprint is not None
+        assert local is not None
+        first_values = agree_on_first_values(
+            local, mesh, is_broadcast=settings.broadcast_init, is_initialized=initialize
+        )
     return _construct(model, blueprint, mesh, precision, settings, transport, first_values)
 
 

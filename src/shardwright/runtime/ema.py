@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from shardwright.core.errors import LifecycleError, SpecError, nearest
-from shardwright.runtime.engine import Engine
-from shardwright.runtime.install import engine_of
+from shardwright.runtime.install import engine_of, require_root
 
 __all__ = ["EMA"]
 
@@ -56,17 +55,7 @@ class EMA:
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
-        engine = engine_of(model) if isinstance(model, nn.Module) else None
-        if engine is None:
-            raise LifecycleError(
-                f"sw.EMA takes a module sharded by sw.shard(), found a plain "
-                f"{type(model).__name__}; for plain modules use torch.optim.swa_utils"
-            )
-        if engine.model is not model:
-            raise LifecycleError(
-                f"this {type(model).__name__} is part of a sharded {type(engine.model).__name__}; "
-                "make the averages of the model that was given to shard()"
-            )
+        engine = require_root(model, "sw.EMA()", "for plain modules use torch.optim.swa_utils")
         if not 0.0 <= decay <= 1.0:
             raise SpecError(f"decay must be from 0 to 1, found {decay}")
         self.decay = decay
@@ -183,7 +172,7 @@ class EMA:
                 f"ema.{what} came after unshard_(), which took the shards away; make the averages "
                 "anew when the model is sharded again"
             )
-        _require_no_pass(self._engine, f"ema.{what}")
+        self._engine.require_idle(f"ema.{what}")
 
     def _were_written(self) -> bool:
         """Whether parameters were written to in place since they were last looked at."""
@@ -200,10 +189,3 @@ class EMA:
                 ours.copy_(theirs)
                 theirs.copy_(kept)
         engine.values_changed(self._changed)
-
-
-def _require_no_pass(engine: Engine, what: str) -> None:
-    if engine.policy.is_any_open() or any(u.is_unsharded_by_user for u in engine.units):
-        raise LifecycleError(
-            f"{what} came inside forward, backward or sw.unsharded(); call it between passes"
-        )

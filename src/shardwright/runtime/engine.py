@@ -47,15 +47,22 @@ class UnitForward:
         self.engine = engine
         self.unit = unit
         self.inner = inner
+        self._gave_way = False
 
     @skipped_by_compiler
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with its parameters gathered."""
         return _run_unit(self, args, kwargs)
 
+    def give_way_to_compiler(self) -> None:
+        """Let the module's layers compute their gradients as a compiler wants them."""
+        if not self._gave_way:
+            self._gave_way = True
+            write_indirectly(self.unit.modules.module)
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the module's own forward; stands in for `nn.Module.compile`."""
-        write_indirectly(self.unit.modules.module)
+        self.give_way_to_compiler()
         self.inner = torch.compile(self.inner, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -71,7 +78,7 @@ def _run_unit(forward: UnitForward, args: tuple[Any, ...], kwargs: dict[str, Any
     compiler = pause()
     try:
         if compiler is not None:
-            write_indirectly(forward.unit.modules.module)
+            forward.give_way_to_compiler()
         inner = compiled_inside(forward.inner, compiler)
         return forward.engine.run_forward(forward.unit, inner, args, kwargs)
     finally:
@@ -450,6 +457,18 @@ class Engine:
                     f"{unit.name!r} are sharded over the ranks. On every rank, call it inside "
                     "`with sw.unsharded(model):` (with writeback=True to load)."
                 )
+
+    def require_idle(self, what: str) -> None:
+        """Raise where a pass is under way, or the user has full parameters.
+
+        Args:
+            what: What was called, for the message.
+        """
+        if self.policy.is_any_open() or any(u.is_unsharded_by_user for u in self.units):
+            raise LifecycleError(
+                f"{what} must come outside forward, backward and sw.unsharded() blocks; call it "
+                "between passes"
+            )
 
     def abort(self) -> None:
         """Close every window after an exception, so that the next forward starts afresh."""

@@ -23,7 +23,7 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.distributed_c10d import PrefixStore
@@ -120,6 +120,19 @@ class FailureMonitor:
             wait_s=1.0,
         )
         return self._break(found)
+
+    @contextlib.contextmanager
+    def explaining(self, operation: str, unit: str) -> Iterator[None]:
+        """Translate a lost peer where a rank waits outside the engine's own waits.
+
+        Args:
+            operation: What is waited for.
+            unit: Of which unit.
+        """
+        try:
+            yield
+        except PeerLost as lost:
+            raise self.translate(lost, operation, unit) from lost
 
     def failed_here(self, error: Exception, operation: str, unit: str) -> None:
         """Tell the others that this rank raised; return once it is clear what they did.

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwright.core.errors import LifecycleError
 from shardwright.runtime.compiling import is_compiled
-from shardwright.runtime.direct_linear import DirectLinear, write_indirectly
+from shardwright.runtime.direct_linear import DirectLinear
 from shardwright.runtime.engine import Engine, UnitForward
 from shardwright.runtime.parameter import StrayReads
 from shardwright.runtime.precision import CastForward
@@ -17,7 +17,7 @@ from shardwright.runtime.unit import ShardedUnit
 from shardwright.runtime.unit_gradients import StrayUseGuard, UnitGradients
 from shardwright.runtime.units import OwnedParameter
 
-__all__ = ["engine_of", "install", "require_engine", "uninstall"]
+__all__ = ["engine_of", "install", "require_engine", "require_root", "uninstall"]
 
 _ATTRIBUTE = "_shardwright_engine"
 """Instance attribute under which every module of a sharded model knows its engine."""
@@ -28,8 +28,15 @@ def engine_of(module: nn.Module) -> Engine | None:
     return module.__dict__.get(_ATTRIBUTE)
 
 
-def require_engine(module: nn.Module) -> Engine:
+_SHARD_FIRST = "call model = sw.shard(model, ...) first"
+
+
+def require_engine(module: nn.Module, remedy: str = _SHARD_FIRST) -> Engine:
     """The engine that runs a module.
+
+    Args:
+        module: The module.
+        remedy: What to do with a plain one, for the message.
 
     Raises:
         LifecycleError: It is a plain one.
@@ -38,7 +45,27 @@ def require_engine(module: nn.Module) -> Engine:
     if engine is None:
         raise LifecycleError(
             f"expected a module sharded by sw.shard(), found a plain {type(module).__name__}; "
-            "call model = sw.shard(model, ...) first"
+            f"{remedy}"
+        )
+    return engine
+
+
+def require_root(model: nn.Module, what: str, remedy: str = _SHARD_FIRST) -> Engine:
+    """The engine of a model that was given to `shard` itself.
+
+    Args:
+        model: The model.
+        what: What is asked of it, for the message.
+        remedy: What to do with a plain one.
+
+    Raises:
+        LifecycleError: It is a plain one, or only a part of a sharded one.
+    """
+    engine = require_engine(model, remedy)
+    if engine.model is not model:
+        raise LifecycleError(
+            f"this {type(model).__name__} is part of a sharded {type(engine.model).__name__}; call "
+            f"{what} on the model that was given to shard()"
         )
     return engine
 
@@ -61,9 +88,9 @@ def install(
         module.__dict__["forward"] = CastForward(module)
     for unit in engine.units:
         module = unit.modules.module
-        if is_compiled(module):
-            write_indirectly(module)
         forward = UnitForward(engine, unit, module.forward)
+        if is_compiled(module):
+            forward.give_way_to_compiler()
         module.__dict__["forward"] = forward
         module.__dict__["compile"] = forward.compile
     handles = engine.hook_handles

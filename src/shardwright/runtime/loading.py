@@ -18,11 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from shardwright.core.errors import CheckpointError, LifecycleError, ShardwrightError
+from shardwright.core.errors import CheckpointError, ShardwrightError
 from shardwright.runtime.engine import Engine
-from shardwright.runtime.install import require_engine
+from shardwright.runtime.install import require_engine, require_root
 from shardwright.runtime.transport.control import agree
 from shardwright.runtime.unit import ShardedUnit
+from shardwright.runtime.units import ROOT
 
 __all__ = ["load_safetensors"]
 
@@ -85,13 +86,15 @@ def load_safetensors(model: nn.Module, path: str | Path, *, strict: bool = True)
     lines: list[str] = []
     pairs: list[tuple[_Wanted, str, _Stored]] = []
     try:
-        _check_state(engine, model)
+        require_root(model, "load_safetensors()")
+        engine.require_idle("load_safetensors()")
         stored = _read_headers(Path(path))
         pairs = _match(_wanted(engine), stored, Path(path), is_strict=strict)
         lines = [f"{name} of shape {s.shape}, {s.dtype}" for _, name, s in pairs]
     except ShardwrightError as found:
         error = found
-    agree(engine.mesh.data_axis, lines, error, "load the same file")
+    with engine.monitor.explaining("agreement on the file", ROOT):
+        agree(engine.mesh.data_axis, lines, error, "load the same file")
     engine.let_sends_finish()
     try:
         _copy(pairs)
@@ -101,19 +104,8 @@ def load_safetensors(model: nn.Module, path: str | Path, *, strict: bool = True)
             "loaded in part: load it again before using it."
         )
     engine.values_changed([u.index for u in engine.units if u.parameters])
-    agree(engine.mesh.data_axis, [], error, "read the file")
-
-
-def _check_state(engine: Engine, model: nn.Module) -> None:
-    if engine.model is not model:
-        raise LifecycleError(
-            f"this {type(model).__name__} is part of a sharded {type(engine.model).__name__}; call "
-            "load_safetensors() on the model that was given to shard()"
-        )
-    if engine.policy.is_any_open() or any(u.is_unsharded_by_user for u in engine.units):
-        raise LifecycleError(
-            "load_safetensors() must come outside forward, backward and sw.unsharded() blocks"
-        )
+    with engine.monitor.explaining("agreement on what was read", ROOT):
+        agree(engine.mesh.data_axis, [], error, "read the file")
 
 
 # What the file has

@@ -191,9 +191,8 @@ class UnitGradients:
         """
         topology = self.unit.topology
         if topology.owners_per_shard == 1 and topology.replicate.size > 1:
-            torch._foreach_mul_(self._owned, 1.0 / topology.replicate.size)
-        for rest in self._not_owned:
-            rest.zero_()
+            self.multiply(1.0 / topology.replicate.size)
+        self._drop_not_owned()
         if self._has_sums_apart:
             for sink in self.sinks:
                 sink.is_filled = False
@@ -234,16 +233,16 @@ class UnitGradients:
                 "micro-batches, where they are not reduced yet and `.grad` shows this rank's rows "
                 "only. Change them after the step's last backward, or scale the loss."
             )
+        self._drop_not_owned()
+
+    def _drop_not_owned(self) -> None:
         for rest in self._not_owned:
             rest.zero_()
 
     def unscale(self) -> None:
         """Turn means back into sums that reductions over both axes will add up once again."""
-        factor = self.unit.layout.num_owners
-        if factor != 1:
-            torch._foreach_mul_(self._owned, float(factor))
-        for rest in self._not_owned:
-            rest.zero_()
+        self.multiply(float(self.unit.layout.num_owners))
+        self._drop_not_owned()
 
     def scale(self, factor: float) -> None:
         """Turn sums over all ranks into means, where the last reduction has not done so."""

@@ -78,10 +78,7 @@ def make_plain(engine: Engine) -> None:
     Args:
         engine: The engine; of no more use afterwards.
     """
-    if engine.policy.is_any_open() or any(u.is_unsharded_by_user for u in engine.units):
-        raise LifecycleError(
-            "unshard_() must come outside forward, backward and sw.unsharded() blocks"
-        )
+    engine.require_idle("unshard_()")
     engine.let_sends_finish()
     for unit in engine.units:
         if not unit.parameters:

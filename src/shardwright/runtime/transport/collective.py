@@ -1,6 +1,6 @@
 """The process group's own collectives: NCCL on CUDA, and any backend that offers them.
 
-A unit of several segments, as mixed dtypes or frozen parameters make them, is still one call.
+A unit of several segments, as mixed dtypes or frozen parameters make them, is one call.
 
 On CUDA every call runs on the current stream, which `lanes` chose; `finish` and `release` have
 nothing to wait for on the host, since lanes order the streams by events.
@@ -16,9 +16,7 @@ import torch.distributed as dist
 from shardwright.runtime.transport.base import Axis, NoOperation, Operation, Piece, chunk_of
 from shardwright.runtime.transport.names import (
     all_gather_coalesced,
-    all_gather_single,
     reduce_scatter_coalesced,
-    reduce_scatter_single,
 )
 
 __all__ = ["CollectiveTransport"]
@@ -59,11 +57,7 @@ class _Calls:
     def __init__(self) -> None:
         self._works: list[dist.Work] = []
 
-    def _add(self, work: dist.Work | None) -> None:
-        if work is not None:
-            self._works.append(work)
-
-    def _add_coalesced(self, work: dist.Work, *, is_cuda: bool) -> None:
+    def _add(self, work: dist.Work, *, is_cuda: bool) -> None:
         if is_cuda:
             work.wait()  # for the stream, not for the host
         else:
@@ -89,14 +83,10 @@ class _Gather(_Calls):
 
     def start(self, *, scale: float = 1.0) -> None:
         assert scale == 1.0, "a gather sums nothing"
-        if len(self._pieces) > 1:
-            wholes, owns = [p.whole for p in self._pieces], [p.own for p in self._pieces]
+        wholes, owns = [p.whole for p in self._pieces], [p.own for p in self._pieces]
+        if owns:
             work = all_gather_coalesced(wholes, owns, self._group)
-            self._add_coalesced(work, is_cuda=owns[0].is_cuda)
-            return
-        for p in self._pieces:
-            is_async = not p.own.is_cuda
-            self._add(all_gather_single(p.whole, p.own, self._group, async_op=is_async))
+            self._add(work, is_cuda=owns[0].is_cuda)
 
     def finish(self, *, accumulate: bool = False) -> None:
         assert not accumulate, "a gather replaces"
@@ -113,18 +103,10 @@ class _ReduceScatter(_Calls):
 
     def start(self, *, scale: float = 1.0) -> None:
         self._scale = scale
-        if len(self._pieces) > 1:
-            wholes = [p.whole for p in self._pieces]
+        wholes = [p.whole for p in self._pieces]
+        if wholes:
             work = reduce_scatter_coalesced(self._chunks, wholes, self._group)
-            self._add_coalesced(work, is_cuda=wholes[0].is_cuda)
-            return
-        for p, chunk in zip(self._pieces, self._chunks, strict=True):
-            is_async = not chunk.is_cuda
-            self._add(
-                reduce_scatter_single(
-                    chunk, p.whole, dist.ReduceOp.SUM, self._group, async_op=is_async
-                )
-            )
+            self._add(work, is_cuda=wholes[0].is_cuda)
 
     def finish(self, *, accumulate: bool = False) -> None:
         self._wait()
@@ -148,7 +130,8 @@ class _AllReduce(_Calls):
     def start(self, *, scale: float = 1.0) -> None:
         self._scale = scale
         for p in self._pieces:
-            self._add(dist.all_reduce(p, dist.ReduceOp.SUM, self._group, async_op=not p.is_cuda))
+            work = dist.all_reduce(p, dist.ReduceOp.SUM, self._group, async_op=True)
+            self._add(work, is_cuda=p.is_cuda)
 
     def finish(self, *, accumulate: bool = False) -> None:
         assert not accumulate, "an all-reduce replaces"

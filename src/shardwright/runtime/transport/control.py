@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from shardwright.core.errors import RankMismatchError
-from shardwright.runtime.transport.base import Axis, PeerLost
+from shardwright.runtime.transport.base import Axis
 from shardwright.runtime.transport.names import all_gather_single
+from shardwright.runtime.transport.pairwise import Exchange
 
 __all__ = ["agree", "broadcast_", "end_group", "gather_objects", "gather_stack", "sum_over"]
 
@@ -35,12 +36,8 @@ def agree(axis: Axis, lines: list[str], error: Exception | None, what: str) -> N
         ShardwrightError: This rank's own `error`.
         RankMismatchError: Another rank failed, or ranks differ; names rank and first difference.
     """
-    if axis.group is None:
-        if error is not None:
-            raise error
-        return
     report = (None if error is None else f"{type(error).__name__}: {error}", lines)
-    found = _gather_objects(report, axis)
+    found = gather_objects(axis, report)
     if error is not None:
         raise error
     for rank, (message, _) in enumerate(found):
@@ -57,9 +54,17 @@ def agree(axis: Axis, lines: list[str], error: Exception | None, what: str) -> N
             )
 
 
-def _gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Collect what can be written as JSON from every rank of an axis, in rank order."""
-    if axis.group is not None and "nccl" in axis.group.name():
+def _differences(first: list[str], second: list[str]) -> list[tuple[str, str]]:
+    size = max(len(first), len(second))
+    padded = [lines + ["nothing more"] * (size - len(lines)) for lines in (first, second)]
+    return [(a, b) for a, b in zip(*padded, strict=True) if a != b][:1]
+
+
+def gather_objects(axis: Axis, value: ObjectT) -> list[ObjectT]:
+    """Collect a small value that JSON can hold from every rank of an axis, in rank order."""
+    if axis.group is None:
+        return [value]
+    if _is_nccl(axis.group):
         found: list[Any] = [None] * axis.size
         dist.all_gather_object(found, value, axis.group)
         return found
@@ -69,21 +74,6 @@ def _gather_objects(value: Any, axis: Axis) -> list[Any]:
     padded[: text.numel()] = text
     rows = gather_stack(padded, axis)
     return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
-
-
-def _differences(first: list[str], second: list[str]) -> list[tuple[str, str]]:
-    size = max(len(first), len(second))
-    padded = [lines + ["nothing more"] * (size - len(lines)) for lines in (first, second)]
-    return [(a, b) for a, b in zip(*padded, strict=True) if a != b][:1]
-
-
-def gather_objects(axis: Axis, value: ObjectT) -> list[ObjectT]:
-    """Collect a small picklable value from every rank of an axis, in rank order."""
-    if axis.group is None:
-        return [value]
-    found: list[Any] = [None] * axis.size
-    dist.all_gather_object(found, value, axis.group)
-    return found
 
 
 def broadcast_(tensor: torch.Tensor, axis: Axis) -> None:
@@ -100,7 +90,7 @@ def end_group(axis: Axis) -> None:
     """
     if axis.group is None:
         return
-    if "nccl" in axis.group.name():
+    if _is_nccl(axis.group):
         axis.group.abort()
         return
     peer = (axis.rank + 1) % axis.size
@@ -122,26 +112,19 @@ def gather_stack(value: torch.Tensor, axis: Axis) -> torch.Tensor:
     if axis.group is None:
         return value.unsqueeze(0)
     out = value.new_empty((axis.size, *value.shape))
-    if "nccl" not in axis.group.name():
-        _exchange_rows(out.view(axis.size, -1), value.reshape(-1).contiguous(), axis)
+    rows, mine = out.view(axis.size, -1), value.reshape(-1).contiguous()
+    if _is_nccl(axis.group):
+        all_gather_single(rows.view(-1), mine, axis.group)
         return out
-    all_gather_single(out.view(-1), value.reshape(-1).contiguous(), axis.group)
+    # Unlike a collective, an exchange tells which peer did not come.
+    rows[axis.rank] = mine
+    peers = [p for p in range(axis.size) if p != axis.rank]
+    exchange = Exchange(axis, _SMALL_TAG, [(p, mine) for p in peers], [(p, rows[p]) for p in peers])
+    exchange.start()
+    exchange.wait_received()
+    exchange.wait_sent()
     return out
 
 
-def _exchange_rows(rows: torch.Tensor, mine: torch.Tensor, axis: Axis) -> None:
-    """Exchange rows with every peer: unlike a collective, this tells which peer did not come."""
-    group = axis.group
-    assert group is not None, "an axis of one rank exchanges nothing"
-    rows[axis.rank] = mine
-    peers = [p for p in range(axis.size) if p != axis.rank]
-    try:
-        works = [(p, group.recv([rows[p]], p, _SMALL_TAG)) for p in peers]
-        works += [(p, group.send([mine], p, _SMALL_TAG)) for p in peers]
-    except RuntimeError as error:
-        raise PeerLost(axis, None, error) from error
-    for peer, work in works:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise PeerLost(axis, peer, error) from error
+def _is_nccl(group: dist.ProcessGroup) -> bool:
+    return "nccl" in group.name()

@@ -21,7 +21,7 @@ from shardwright.runtime.transport.base import (
     chunk_of,
 )
 
-__all__ = ["PairwiseTransport"]
+__all__ = ["Exchange", "PairwiseTransport"]
 
 _SLICE_NUMEL = 1 << 16
 
@@ -45,7 +45,7 @@ class PairwiseTransport:
                 if p.own.numel():
                     sends.append((peer, p.own))
                     receives.append((peer, chunk_of(p.whole, axis.size, peer)))
-        return _Gather(_Exchange(axis, tag, sends, receives), NoOperation(local))
+        return _Gather(Exchange(axis, tag, sends, receives), NoOperation(local))
 
     def reduce_scatter(
         self, pieces: Sequence[Piece], axis: Axis, tag: int, staging: torch.Tensor | None
@@ -64,7 +64,7 @@ class PairwiseTransport:
                 sends.append((peer, chunk_of(p.whole, axis.size, peer)))
                 receives.append((peer, view))
                 received[i].append(view)
-        exchange = _Exchange(axis, tag, sends, receives)
+        exchange = Exchange(axis, tag, sends, receives)
         return _ReduceScatter(
             exchange, [(own, chunk, r) for (own, chunk), r in zip(sums, received, strict=True)]
         )
@@ -82,8 +82,15 @@ class PairwiseTransport:
         return _AllReduce(scatter, self.all_gather(parts, axis, tag + 1))
 
 
-class _Exchange:
-    """A fixed set of sends and receives."""
+class Exchange:
+    """A fixed set of sends and receives.
+
+    Args:
+        axis: Ranks that exchange; more than one.
+        tag: Of all messages; no other exchange in flight between these ranks has it.
+        sends: ``(peer's rank on the axis, flat view)``.
+        receives: The same.
+    """
 
     def __init__(
         self,
@@ -101,6 +108,7 @@ class _Exchange:
         self.sent_bytes = sum(v.numel() * v.element_size() for _, v in sends)
 
     def start(self) -> None:
+        """Post everything."""
         group, tag = self._group, self._tag
         try:
             self._receiving = [(p, group.recv(view, p, tag)) for p, view in self._receives]
@@ -109,10 +117,12 @@ class _Exchange:
             raise PeerLost(self._axis, None, error) from error
 
     def wait_received(self) -> None:
+        """Return once everything has arrived. Raises: PeerLost."""
         receiving, self._receiving = self._receiving, []
         self._wait(receiving)
 
     def wait_sent(self) -> None:
+        """Return once what was sent may be overwritten. Raises: PeerLost."""
         sending, self._sending = self._sending, []
         self._wait(sending)
 
@@ -130,7 +140,7 @@ class _OnePart:
 
 
 class _Gather(_OnePart):
-    def __init__(self, exchange: _Exchange, local: NoOperation) -> None:
+    def __init__(self, exchange: Exchange, local: NoOperation) -> None:
         self._exchange, self._local = exchange, local
         self.sent_bytes = exchange.sent_bytes
 
@@ -151,7 +161,7 @@ class _Gather(_OnePart):
 class _ReduceScatter(_OnePart):
     def __init__(
         self,
-        exchange: _Exchange,
+        exchange: Exchange,
         sums: Sequence[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]],
     ) -> None:
         """Args: sums: ``(own, this rank's chunk of whole, chunks received)`` per piece."""
