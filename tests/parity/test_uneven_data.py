@@ -44,3 +44,11 @@ def test_join_needs_a_batch_to_repeat_and_policies_are_checked(
     for outcome in pool.attempt(2, uneven.no_batch_on_rank_1, policy=policy):
         assert outcome.raised == "SpecError"
         assert all(word in outcome.message for word in words)
+
+
+def test_data_that_raise_on_one_rank_end_the_others_soon(pool: RankPool) -> None:
+    other, broken = pool.attempt(2, uneven.data_that_breaks_on_rank_1)
+    assert broken.raised == "ValueError"
+    assert other.raised == "RankFailedError"
+    assert "rank 1 raised ValueError" in other.message
+    assert other.seconds < 10

@@ -31,3 +31,11 @@ def test_a_weight_kept_after_its_unit_is_nan_where_released_slots_are_poisoned(
 ) -> None:
     found = pool.run(2, stray.weight_kept_after_its_unit, poison_released=poison_released)
     assert found == [poison_released] * 2
+
+
+def test_additions_without_parameters_and_moves_that_change_nothing_are_fine(
+    pool: RankPool,
+) -> None:
+    for names, difference in pool.run(2, stray.legal_changes):
+        assert names == ["first", "blocks", "last", "extra", "same"]
+        assert difference <= 1e-12

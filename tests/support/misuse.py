@@ -350,3 +350,58 @@ def statistic_of_a_detached_weight() -> None:
 def weight_as_an_array() -> None:
     model = sw.shard(Stack(), "zero3")
     model.last.weight.detach().cpu().numpy()
+
+
+def module_replaced_after_shard() -> None:
+    model = sw.shard(Stack(), "zero3")
+    model.blocks[0].up = nn.Linear(WIDTH, 2 * WIDTH + 1)
+
+
+def block_appended_after_shard() -> None:
+    model = sw.shard(Stack(), "zero2")
+    model.blocks.append(Block())
+
+
+def parameter_added_after_shard() -> None:
+    model = sw.shard(Stack(), "ddp")
+    model.blocks[1].gain = nn.Parameter(torch.ones(WIDTH))
+
+
+def parametrized_after_shard() -> None:
+    model = sw.shard(Stack(), "zero3")
+    torch.nn.utils.parametrizations.weight_norm(model.blocks[0].up)
+
+
+def parameter_of_rows() -> None:
+    model = sw.shard(Stack(), "zero3")
+    nn.Parameter(model.last.weight)
+
+
+def initialised_after_shard() -> None:
+    model = sw.shard(Stack(), "zero3")
+    model.apply(lambda m: nn.init.xavier_uniform_(m.weight) if isinstance(m, nn.Linear) else None)
+
+
+def orthogonal_after_shard() -> None:
+    nn.init.orthogonal_(sw.shard(Stack(), "zero3").last.weight)
+
+
+def drawn_after_shard() -> None:
+    sw.shard(Stack(), "zero3").last.weight.data.normal_()
+
+
+def sum_of_squares_outside_its_unit() -> None:
+    model = sw.shard(Stack(), "zero3")
+    model.last.weight.detach().pow(2).sum()
+
+
+def singular_values_outside_their_unit() -> None:
+    torch.linalg.svdvals(sw.shard(Stack(), "zero3").last.weight.detach())
+
+
+def cast_after_shard() -> None:
+    sw.shard(Stack(), "zero3").to(torch.bfloat16)
+
+
+def block_cast_after_shard() -> None:
+    sw.shard(Stack(), "zero3").blocks[2].half()

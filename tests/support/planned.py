@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.app.models import Decoder
-from shardwright.app.plan import _decoder
+from shardwright.app.plan_request import decoder_shape
 from shardwright.app.presets import DecoderConfig
 from shardwright.app.tracing import trace_model
 from shardwright.core.errors import SpecError
@@ -25,7 +25,7 @@ from shardwright.planner.predict import predict
 from shardwright.planner.schedule import ScheduleUnit, make_schedule
 from shardwright.planner.units import find_units
 from shardwright.planner.workload import PrecisionSpec, WorkloadSpec
-from shardwright.runtime.install import engine_of
+from shardwright.runtime.lookup import engine_of
 from tests.support.parity import mesh_of
 
 CONFIG = DecoderConfig(
@@ -44,7 +44,7 @@ def built_and_planned_units(
     engine = engine_of(model)
     assert engine is not None
     layout = LayoutSpec(strategy=strategy, replicate=shape[0], shard=shape[1])
-    planned = find_units(_decoder(config), layout, "fp32", layers=config.layers)
+    planned = find_units(decoder_shape(config), layout, "fp32", layers=config.layers)
     return (
         [_sizes(unit.layout) for unit in engine.units if unit.layout is not None],
         [_sizes(unit.layout) for unit in planned],
@@ -120,7 +120,7 @@ def plan_of(
 ) -> dict[str, Any]:
     """A plan file's content for training the decoder, as a reader of the file has it."""
     precision = PrecisionSpec(param=param)
-    model = _decoder(config)
+    model = decoder_shape(config)
     if traced:
         tokens = torch.zeros(2, SEQ_LEN, dtype=torch.long)
         model = trace_model(Decoder(config), ((tokens,), {}), param=param)
@@ -157,9 +157,8 @@ def reconciled(
         strategy, shape, traced=traced, param=param, micro_batches=micro_batches, **settings
     )
     model = Decoder(CONFIG)
-    arguments = document["engine"]["shard_arguments"]
-    precision = sw.Precision(param=torch.bfloat16) if param == "bf16" else sw.Precision()
-    sw.shard(model, mesh=mesh_of(shape), precision=precision, **arguments)
+    run = sw.read_plan(document)
+    sw.shard(model, mesh=sw.init_mesh(**run.mesh_arguments), **run.shard_arguments)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     tokens = torch.zeros(2, SEQ_LEN, dtype=torch.long)
     for _ in range(3):
@@ -203,7 +202,7 @@ def traced_stack_and_run(
     )
     prediction = predict(job)
     document = as_document(prediction)
-    sw.shard(model, mesh=mesh_of((1, 2)), **document["engine"]["shard_arguments"])
+    sw.shard(model, mesh=mesh_of((1, 2)), **sw.read_plan(document).shard_arguments)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = engine_of(model)
     assert engine is not None

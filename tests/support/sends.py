@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import shardwright as sw
-from shardwright.runtime.install import engine_of
+from shardwright.runtime.lookup import engine_of
 from tests.support.models import WIDTH, Stack
 from tests.support.parity import mesh_of
 

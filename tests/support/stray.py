@@ -75,3 +75,24 @@ def weight_kept_after_its_unit(*, poison_released: bool) -> bool:
     leave_behind(model.blocks[0])
     model = sw.shard(model, "zero3", poison_released=poison_released)
     return bool(model(torch.ones(2, 4, WIDTH)).isnan().all())
+
+
+def legal_changes() -> tuple[list[str], float]:
+    """Additions that hold no parameters, and moves that change nothing: names, difference."""
+    torch.manual_seed(0)
+    plain = Stack().double()
+    torch.manual_seed(0)
+    model = sw.shard(Stack().double(), "zero3")
+    for changed in (plain, model):
+        changed.extra = nn.Dropout(0.0)
+        changed.blocks.append(nn.Identity())
+        changed.double().to("cpu").train()
+        changed.same = changed.blocks[0]  # a second name for what is there
+    with sw.unsharded(model, writeback=True):
+        nn.init.constant_(model.last.weight, 0.5)
+        nn.init.normal_(model.first.bias, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        nn.init.constant_(plain.last.weight, 0.5)
+        nn.init.normal_(plain.first.bias, generator=torch.Generator().manual_seed(3))
+    x = torch.ones(2, 4, WIDTH, dtype=torch.float64)
+    return list(model._modules), (model(x) - plain(x)).abs().max().item()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import torch
@@ -74,3 +75,22 @@ def no_batch_on_rank_1(policy: str) -> int:
     model = sw.shard(Stack(), "zero3", mesh=mesh)
     batches = [] if mesh.data_rank == 1 else [1, 2]
     return len(list(sw.even_batches(batches, model, policy)))
+
+
+def data_that_breaks_on_rank_1() -> None:
+    """Rank 1's data raise, and rank 1 lives on."""
+    mesh = mesh_of((1, 2))
+    model = sw.shard(Stack().double(), "zero3", mesh=mesh)
+
+    def batches() -> Iterator[torch.Tensor]:
+        yield batch_of(mesh.data_rank, 0)
+        if mesh.data_rank == 1:
+            raise ValueError("a broken file")
+        yield batch_of(mesh.data_rank, 1)
+
+    try:
+        for batch, weight in sw.even_batches(batches(), model, "join"):
+            ((model(batch) ** 2).mean() * weight).backward()
+    except ValueError:
+        time.sleep(5)  # a debugger, say
+        raise

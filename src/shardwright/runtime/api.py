@@ -17,8 +17,8 @@ from shardwright.runtime.build import build_engine
 from shardwright.runtime.checkpointing import Policy, checkpoint_blocks
 from shardwright.runtime.clip import clip_gradients
 from shardwright.runtime.description import Description, describe_engine
-from shardwright.runtime.install import require_engine, require_root
 from shardwright.runtime.ledger import Ledger
+from shardwright.runtime.lookup import require_engine, require_root
 from shardwright.runtime.mesh import Mesh, init_mesh
 from shardwright.runtime.precision import Precision
 from shardwright.runtime.settings import EngineSettings

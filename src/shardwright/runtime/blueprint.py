@@ -17,12 +17,13 @@ from shardwright.core.errors import LifecycleError, SpecError, nearest
 from shardwright.core.layout import ParameterSpec, UnitLayout, lay_out
 from shardwright.core.memory import MemoryPlan, UnitNeeds, plan_memory
 from shardwright.core.strategy import Gathered, Gradients, Strategy
-from shardwright.runtime.install import engine_of
+from shardwright.runtime.lookup import engine_of
 from shardwright.runtime.mesh import Mesh
 from shardwright.runtime.precision import (
     Precision,
     dtype_name,
     find_kept_modules,
+    kept_dtype,
     warn_if_masters_are_narrow,
 )
 from shardwright.runtime.settings import EngineSettings
@@ -50,7 +51,7 @@ class Blueprint:
     plan: MemoryPlan
     strategy: Strategy
     gathered: list[Gathered]
-    kept: list[nn.Module]  # those that `Precision.keep` names
+    kept: list[tuple[nn.Module, torch.dtype]]  # those that `Precision.keep` names
 
 
 _REWRITING_MODULES = (
@@ -156,7 +157,7 @@ def draw(
         plan=plan,
         strategy=strategy,
         gathered=gathered,
-        kept=kept,
+        kept=[(module, kept_dtype(module)) for module in kept],
     )
 
 
@@ -207,7 +208,8 @@ def _needs(
 ) -> UnitNeeds:
     master = precision.master or torch.float32
     for owned in unit.owned:
-        master = torch.promote_types(master, precision.master_of(owned.parameter.dtype))
+        if owned.parameter.requires_grad:
+            master = torch.promote_types(master, precision.master_of(owned.parameter.dtype))
     return UnitNeeds(
         layout=layout,
         depth=unit.depth,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwright.core.errors import LifecycleError, SpecError, nearest
-from shardwright.runtime.install import engine_of, require_root
+from shardwright.runtime.lookup import engine_of, require_root
 
 __all__ = ["EMA"]
 

@@ -5,73 +5,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
-from shardwright.core.errors import LifecycleError
 from shardwright.runtime.compiling import is_compiled
 from shardwright.runtime.direct_linear import DirectLinear
 from shardwright.runtime.engine import Engine, UnitForward
+from shardwright.runtime.later_changes import RefuseChanges, refuse_additions
+from shardwright.runtime.lookup import ENGINE_ATTRIBUTE
 from shardwright.runtime.parameter import StrayReads
 from shardwright.runtime.precision import CastForward
 from shardwright.runtime.unit import ShardedUnit
 from shardwright.runtime.unit_gradients import StrayUseGuard, UnitGradients
 from shardwright.runtime.units import OwnedParameter
 
-__all__ = ["engine_of", "install", "require_engine", "require_root", "uninstall"]
-
-_ATTRIBUTE = "_shardwright_engine"
-"""Instance attribute under which every module of a sharded model knows its engine."""
-
-
-def engine_of(module: nn.Module) -> Engine | None:
-    """The engine that runs a module, or None for a plain one."""
-    return module.__dict__.get(_ATTRIBUTE)
-
-
-_SHARD_FIRST = "call model = sw.shard(model, ...) first"
-
-
-def require_engine(module: nn.Module, remedy: str = _SHARD_FIRST) -> Engine:
-    """The engine that runs a module.
-
-    Args:
-        module: The module.
-        remedy: What to do with a plain one, for the message.
-
-    Raises:
-        LifecycleError: It is a plain one.
-    """
-    engine = engine_of(module) if isinstance(module, nn.Module) else None
-    if engine is None:
-        raise LifecycleError(
-            f"expected a module sharded by sw.shard(), found a plain {type(module).__name__}; "
-            f"{remedy}"
-        )
-    return engine
-
-
-def require_root(model: nn.Module, what: str, remedy: str = _SHARD_FIRST) -> Engine:
-    """The engine of a model that was given to `shard` itself.
-
-    Args:
-        model: The model.
-        what: What is asked of it, for the message.
-        remedy: What to do with a plain one.
-
-    Raises:
-        LifecycleError: It is a plain one, or only a part of a sharded one.
-    """
-    engine = require_engine(model, remedy)
-    if engine.model is not model:
-        raise LifecycleError(
-            f"this {type(model).__name__} is part of a sharded {type(engine.model).__name__}; call "
-            f"{what} on the model that was given to shard()"
-        )
-    return engine
+__all__ = ["install", "uninstall"]
 
 
 def install(
-    model: nn.Module, engine: Engine, *, direct_gradients: bool, kept: Iterable[nn.Module]
+    model: nn.Module,
+    engine: Engine,
+    *,
+    direct_gradients: bool,
+    kept: Iterable[tuple[nn.Module, torch.dtype]],
 ) -> None:
     """Wrap forwards, guard state dicts and let modules know their engine.
 
@@ -79,13 +35,13 @@ def install(
         model: The model.
         engine: What runs it from now on.
         direct_gradients: Whether Linear layers write their weights' gradients themselves.
-        kept: Modules that compute in a dtype of their own.
+        kept: Modules that compute in a dtype of their own, and that dtype.
     """
     for unit in engine.units:
         if direct_gradients and unit.gradient is not None:
             _write_directly(unit, unit.gradient)
-    for module in kept:
-        module.__dict__["forward"] = CastForward(module)
+    for module, dtype in kept:
+        module.__dict__["forward"] = CastForward(module, dtype)
     for unit in engine.units:
         module = unit.modules.module
         forward = UnitForward(engine, unit, module.forward)
@@ -93,9 +49,11 @@ def install(
             forward.give_way_to_compiler()
         module.__dict__["forward"] = forward
         module.__dict__["compile"] = forward.compile
+    refuse_additions()
     handles = engine.hook_handles
     for module in model.modules():
-        module.__dict__[_ATTRIBUTE] = engine
+        module.__dict__[ENGINE_ATTRIBUTE] = engine
+        module.__dict__["_apply"] = RefuseChanges(module)
         handles.append(module.register_state_dict_pre_hook(_guard_state_dict))
         handles.append(module.register_load_state_dict_pre_hook(_guard_load_state_dict))
     for unit in engine.units:
@@ -113,7 +71,8 @@ def uninstall(engine: Engine) -> None:
         handle.remove()
     engine.hook_handles.clear()
     for module in engine.model.modules():
-        module.__dict__.pop(_ATTRIBUTE, None)
+        module.__dict__.pop(ENGINE_ATTRIBUTE, None)
+        module.__dict__.pop("_apply", None)
         module.__dict__["_parameters"] = dict(module._parameters)
         forward = module.__dict__.get("forward")
         if isinstance(forward, UnitForward):
@@ -145,10 +104,10 @@ def _write_directly(unit: ShardedUnit, gradient: UnitGradients) -> None:
 
 
 def _guard_state_dict(module: nn.Module, *_: object) -> None:
-    engine = module.__dict__[_ATTRIBUTE]
+    engine = module.__dict__[ENGINE_ATTRIBUTE]
     engine.require_unsharded(module, "state_dict()")
 
 
 def _guard_load_state_dict(module: nn.Module, *_: object) -> None:
-    engine = module.__dict__[_ATTRIBUTE]
+    engine = module.__dict__[ENGINE_ATTRIBUTE]
     engine.require_unsharded(module, "load_state_dict()")

@@ -20,7 +20,7 @@ from torch import nn
 
 from shardwright.core.errors import CheckpointError, ShardwrightError
 from shardwright.runtime.engine import Engine
-from shardwright.runtime.install import require_engine, require_root
+from shardwright.runtime.lookup import require_engine, require_root
 from shardwright.runtime.transport.control import agree
 from shardwright.runtime.unit import ShardedUnit
 from shardwright.runtime.units import ROOT

@@ -75,23 +75,24 @@ class Need:
             raise SpecError(
                 f"{title} Use an elementwise optimizer, such as torch.optim.AdamW or SGD."
             )
-        for group in optimizer.param_groups:
-            if group.get("use_muon") is False:
-                continue  # updated elementwise, by the optimizers that hold both kinds
-            for parameter in group["params"]:
-                spec = divided.get(id(parameter))
-                if spec is not None and spec.numel >= self.from_numel:
-                    raise SpecError(
-                        f"{title} {spec.name!r} of shape {spec.shape} is divided into rows. Let "
-                        f"one rank own it whole, with sw.shard(model, ..., "
-                        f"whole={self._remedy(spec)}), or leave it to an elementwise optimizer, "
-                        "such as torch.optim.AdamW."
-                    )
+        found = [
+            spec
+            for group in optimizer.param_groups
+            if group.get("use_muon") is not False  # such a group is updated elementwise
+            for parameter in group["params"]
+            if (spec := divided.get(id(parameter))) is not None and spec.numel >= self.from_numel
+        ]
+        if found:
+            raise SpecError(
+                f"{title} {found[0].name!r} of shape {found[0].shape} is divided into rows. Let "
+                f"one rank own it whole, with sw.shard(model, ..., whole={self._remedy(found)}), "
+                "or leave it to an elementwise optimizer, such as torch.optim.AdamW."
+            )
 
-    def _remedy(self, spec: ParameterSpec) -> str:
+    def _remedy(self, specs: list[ParameterSpec]) -> str:
         if self.from_numel:
             return f"lambda name, p: p.numel() >= {self.from_numel}"
-        return "'matrices'" if len(spec.shape) == 2 else "'all'"
+        return "'matrices'" if all(len(spec.shape) == 2 for spec in specs) else "'all'"
 
 
 def need_of(optimizer: torch.optim.Optimizer) -> Need | None:

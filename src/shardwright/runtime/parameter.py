@@ -3,8 +3,9 @@
 [Note: stray reads] Inside its unit's forward, ``module.weight`` is the gathered weight. Outside, it
 is the parameter itself, with this rank's rows, and a layer computed from it would often fit: rows
 of a Linear weight are only fewer outputs. So an attribute read from outside (`StrayReads` sees it,
-while ``parameters()`` and optimizers go past it) makes that one parameter refuse what layers and
-statistics are computed with, its copies included. Parameters nobody reads so cost nothing.
+while ``parameters()`` and optimizers go past it) makes that one parameter refuse what layers,
+statistics and initialisers are computed with, its copies included. Parameters nobody reads so cost
+nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class _Stray(torch.Tensor):
     ) -> Any:
         """Run a function as on any tensor, unless it needs every row and some are elsewhere."""
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _NEEDS_EVERY_ROW:
+            makes_own = func is torch.Tensor.requires_grad_ and isinstance(args[0], _StrayRows)
+            if func in _NEEDS_EVERY_ROW or makes_own:
                 for stray in _strays((*args, *(kwargs or {}).values())):
                     if not stray.origin().is_full():
                         raise LifecycleError(_describe_stray(stray.origin(), func))
@@ -139,36 +141,44 @@ class StrayReads(dict[str, nn.Parameter | None]):
 
 
 def _needs_every_row() -> frozenset[Callable[..., Any]]:
-    """What layers, statistics and exports are computed with."""
+    """What layers, statistics, draws and exports are computed with."""
     functions = """linear bilinear embedding embedding_bag conv1d conv2d conv3d conv_transpose1d
         conv_transpose2d conv_transpose3d layer_norm rms_norm group_norm batch_norm instance_norm
-        prelu scaled_dot_product_attention multi_head_attention_forward"""
+        prelu normalize cosine_similarity scaled_dot_product_attention
+        multi_head_attention_forward"""
     of_torch = """matmul mm bmm mv addmm addmv baddbmm einsum tensordot inner outer t transpose
         permute movedim swapaxes cat stack index_select gather layer_norm rms_norm group_norm
-        batch_norm prelu"""
-    of_tensors = """matmul mm bmm mv addmm __matmul__ __rmatmul__ __getitem__ t transpose permute
-        index_select gather numpy tolist item"""
-    of_both = "norm sum mean std var max min amax amin median quantile count_nonzero"
+        batch_norm prelu eye normal norm_except_dim"""
+    of_tensors = """matmul mm bmm mv addmm __matmul__ __rmatmul__ __getitem__ __setitem__ t
+        transpose permute index_select gather numpy tolist item view_as bernoulli_ cauchy_
+        exponential_ geometric_ log_normal_ normal_ random_ uniform_ index_add_ index_copy_
+        index_fill_ scatter_ fill_diagonal_ tril_ triu_"""
+    of_both = """norm sum mean std var max min amax amin aminmax median quantile count_nonzero prod
+        logsumexp softmax log_softmax cumsum argmax argmin sort topk unique histc trace det inverse
+        svd qr"""
+    inits = """uniform_ normal_ trunc_normal_ eye_ dirac_ xavier_uniform_ xavier_normal_
+        kaiming_uniform_ kaiming_normal_ orthogonal_ sparse_"""
     found = [getattr(functional, name) for name in functions.split()]
     found += [getattr(torch, name) for name in (of_torch + " " + of_both).split()]
     found += [getattr(torch.Tensor, name) for name in (of_tensors + " " + of_both).split()]
-    found += [torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm]
+    found += [getattr(nn.init, name) for name in inits.split()]
+    found += [f for name, f in vars(torch.linalg).items() if callable(f) and name[0] != "_"]
     found += [torch.Tensor.T.__get__, torch.Tensor.mT.__get__]  # type: ignore[attr-defined]
     return frozenset(found)
 
 
-_NEEDS_EVERY_ROW = _needs_every_row()
+def _gives_the_same_rows() -> frozenset[Callable[..., Any]]:
+    """What gives the same rows again, or other values of each, as a tensor of its own."""
+    of_tensors = "detach clone cpu to float double half bfloat16 abs square sqrt pow __pow__"
+    of_torch = "clone detach abs square sqrt pow"
+    found = [getattr(torch.Tensor, name) for name in of_tensors.split()]
+    found += [getattr(torch, name) for name in of_torch.split()]
+    found += [torch.Tensor.data.__get__]  # type: ignore[attr-defined]
+    return frozenset(found)
 
-_CARRIES: frozenset[Callable[..., Any]] = frozenset(
-    [
-        *(getattr(torch.Tensor, n) for n in "detach clone cpu to float double half".split()),
-        torch.Tensor.bfloat16,
-        torch.Tensor.data.__get__,  # type: ignore[attr-defined]
-        torch.clone,
-        torch.detach,
-    ]
-)
-"""What gives the same rows again, as a tensor of its own."""
+
+_NEEDS_EVERY_ROW = _needs_every_row()
+_CARRIES = _gives_the_same_rows()
 
 
 def _strays(values: Iterable[Any]) -> Iterator[_Stray]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.runtime.install import require_engine
+from shardwright.runtime.lookup import require_engine
 from shardwright.runtime.transport.control import gather_stack
 from shardwright.runtime.units import ROOT
 

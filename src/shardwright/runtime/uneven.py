@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwright.core.errors import SpecError, nearest
 from shardwright.runtime.engine import Engine
-from shardwright.runtime.install import require_engine
+from shardwright.runtime.lookup import require_engine
 from shardwright.runtime.transport.control import gather_stack
 from shardwright.runtime.units import ROOT
 
@@ -48,6 +48,7 @@ def even_batches(
 
     Raises:
         SpecError: The policy is unknown, or a rank has no batch at all under ``"join"``.
+        RankFailedError: Another rank's batches raised.
     """
     if policy not in get_args(UnevenPolicy):
         raise SpecError(
@@ -63,7 +64,11 @@ def _iterate(
 ) -> Iterator[tuple[_BatchT, float]]:
     last: list[_BatchT] = []
     while True:
-        found = next(batches, _END)
+        try:
+            found = next(batches, _END)
+        except Exception as error:
+            engine.monitor.failed_here(error, "the data", ROOT)
+            raise
         if found is not _END:
             last = [found]  # type: ignore[list-item]
         state = _HAS_BATCH if found is not _END else _ENDED if last else _NONE_YET
