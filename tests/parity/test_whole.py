@@ -90,14 +90,15 @@ def test_optimizers_that_need_whole_parameters_equal_one_process(
     assert max(worst) <= 1e-9
 
 
+@pytest.mark.parametrize("kind", ["adafactor foreach", "adafactor of attributes"])
 @pytest.mark.parametrize("shape", [(1, 3), (2, 2)], ids=label)
-def test_adafactor_for_many_tensors_at_once_equals_one_process(
-    pool: RankPool, shape: tuple[int, int]
+def test_adafactor_for_many_tensors_and_for_attributes_equals_one_process(
+    pool: RankPool, kind: str, shape: tuple[int, int]
 ) -> None:
     worst = pool.run(
         world_of(shape),
         whole.worst_of_training,
-        kind="adafactor foreach",
+        kind=kind,
         strategy="zero3",
         shape=shape,
     )

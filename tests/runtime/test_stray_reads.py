@@ -33,6 +33,10 @@ def test_a_weight_kept_after_its_unit_is_nan_where_released_slots_are_poisoned(
     assert found == [poison_released] * 2
 
 
+def test_gradients_can_be_read_and_changed_element_by_element(pool: RankPool) -> None:
+    assert pool.run(2, stray.elementwise_uses_of_gradients) == [[], []]
+
+
 def test_additions_without_parameters_and_moves_that_change_nothing_are_fine(
     pool: RankPool,
 ) -> None:

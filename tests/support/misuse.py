@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -329,6 +330,57 @@ def weight_indexed_outside_its_unit() -> None:
     model = sw.shard(TiedDecoder(), "zero1")
     model.embedding.weight.detach()  # rows of this rank: allowed
     model.embedding.weight[3]
+
+
+def _with_gradients(strategy: str = "zero3", **settings: Any) -> Stack:
+    model = sw.shard(Stack(), strategy, **settings)
+    model(batch()).square().mean().backward()
+    return model
+
+
+def torch_clipping() -> None:
+    nn.utils.clip_grad_norm_(_with_gradients().parameters(), 1.0, foreach=True)
+
+
+def torch_clipping_one_by_one() -> None:
+    nn.utils.clip_grad_norm_(_with_gradients("zero1").parameters(), 1.0, foreach=False)
+
+
+def torch_clipping_of_whole_parameters() -> None:
+    nn.utils.clip_grad_norm_(_with_gradients(whole="all").parameters(), 1.0)
+
+
+def norm_of_a_gradient() -> None:
+    _with_gradients("zero2").last.weight.grad.detach().data.norm(2)
+
+
+def normalising_hook() -> None:
+    model = sw.shard(Stack(), "zero3")
+    model.last.weight.register_hook(lambda g: g / g.abs().sum())
+    model(batch()).square().mean().backward()
+
+
+def torch_scaler() -> None:
+    model = sw.shard(Stack(), "zero3")
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model(batch()).square().mean()).backward()
+    scaler.step(optimizer)
+
+
+class Normalised(torch.optim.SGD):
+    """Divides each gradient by its norm, under a name nobody knows."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.div_(parameter.grad.norm())
+        super().step(closure)
+
+
+def optimizer_that_combines_elements() -> None:
+    model = _with_gradients()
+    Normalised(model.parameters(), lr=0.1).step()
 
 
 def functional_call() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -75,6 +78,33 @@ def weight_kept_after_its_unit(*, poison_released: bool) -> bool:
     leave_behind(model.blocks[0])
     model = sw.shard(model, "zero3", poison_released=poison_released)
     return bool(model(torch.ones(2, 4, WIDTH)).isnan().all())
+
+
+def elementwise_uses_of_gradients() -> list[str]:
+    """What takes each element by itself, or only looks; names what went wrong."""
+    model = sw.shard(Stack(), "zero3")
+    model(torch.ones(2, 4, WIDTH)).square().mean().backward()
+    gradient = model.last.weight.grad
+    assert gradient is not None
+    plain = gradient.as_subclass(torch.Tensor)
+    kept, same = io.BytesIO(), plain.clone()
+    torch.save(gradient, kept)
+    kept.seek(0)
+    found = {
+        "clone": gradient.detach().clone(),
+        "copy": copy.deepcopy(gradient),
+        "saved": torch.load(kept, weights_only=False),
+        "sign": gradient.sign() * gradient.abs(),
+        "maximum": torch.max(gradient, gradient - 1),
+        "in place": gradient.mul_(2).div_(2),
+    }
+    wrong = [name for name, value in found.items() if not torch.equal(value + 0 * plain, same)]
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    if plain.abs().max() > 1e-3:
+        wrong.append("clipped by value")
+    if "ShardedGradient" not in repr(gradient):
+        wrong.append("shown")
+    return wrong
 
 
 def legal_changes() -> tuple[list[str], float]:

@@ -39,10 +39,18 @@ def adafactor_foreach(model: nn.Module) -> Optimizers:
     return [torch.optim.Adafactor(model.parameters(), lr=0.05, foreach=True)]
 
 
+def adafactor_of_attributes(model: nn.Module) -> Optimizers:
+    """Weights read as ``module.weight``, as a list written by hand would."""
+    read = [getattr(module, name) for module in model.modules() for name in module._parameters]
+    weights = {id(weight): weight for weight in read if weight is not None}
+    return [torch.optim.Adafactor(weights.values(), lr=0.05, weight_decay=0.01)]
+
+
 MAKERS: dict[str, tuple[Make, str]] = {
     "muon": (muon_and_adamw, "matrices"),
     "adafactor": (adafactor, "all"),
     "adafactor foreach": (adafactor_foreach, "all"),
+    "adafactor of attributes": (adafactor_of_attributes, "all"),
 }
 
 

@@ -158,10 +158,12 @@ def _construct(
         for position, owned in enumerate(modules.owned):
             first_values.store(unit, position)
             owned.parameter.grad = None
+            spec = layout.placements[position].spec
             mark_sharded(
                 owned.parameter,
-                global_shape=layout.placements[position].spec.shape,
+                global_shape=spec.shape,
                 rows=layout.rows(position, blueprint.topology.owner),
+                is_owned_whole=spec.is_whole and owned.parameter.numel() == spec.numel,
                 unit_name=unit.name,
                 full_name=owned.name,
             )

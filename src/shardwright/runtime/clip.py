@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -64,7 +65,8 @@ def _partial_norm(
     filled = [g for g in gradients if g.numel()]
     if not filled:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack(torch._foreach_norm(filled, norm_type)).double()
+    with torch._C.DisableTorchFunctionSubclass():  # which would refuse: see `stray`
+        norms = torch.stack(torch._foreach_norm(filled, norm_type)).double()
     return norms.amax() if math.isinf(norm_type) else (norms**norm_type).sum()
 
 
@@ -78,4 +80,6 @@ def _owner_axes(engine: Engine) -> list[Axis]:
 
 
 def _result_dtype(gradients: list[torch.Tensor]) -> torch.dtype:
-    return gradients[0].dtype if gradients else torch.float32
+    """The widest of the gradients', as in plain torch."""
+    dtypes = [g.dtype for g in gradients] or [torch.float32]
+    return functools.reduce(torch.promote_types, dtypes)

@@ -13,8 +13,8 @@ from shardwright.runtime.direct_linear import DirectLinear
 from shardwright.runtime.engine import Engine, UnitForward
 from shardwright.runtime.later_changes import RefuseChanges, refuse_additions
 from shardwright.runtime.lookup import ENGINE_ATTRIBUTE
-from shardwright.runtime.parameter import StrayReads
 from shardwright.runtime.precision import CastForward
+from shardwright.runtime.stray import StrayReads
 from shardwright.runtime.unit import ShardedUnit
 from shardwright.runtime.unit_gradients import StrayUseGuard, UnitGradients
 from shardwright.runtime.units import OwnedParameter
@@ -41,7 +41,7 @@ def install(
         if direct_gradients and unit.gradient is not None:
             _write_directly(unit, unit.gradient)
     for module, dtype in kept:
-        module.__dict__["forward"] = CastForward(module, dtype)
+        module.__dict__["forward"] = CastForward(module, dtype, engine.precision.param)
     for unit in engine.units:
         module = unit.modules.module
         forward = UnitForward(engine, unit, module.forward)
@@ -86,7 +86,7 @@ def uninstall(engine: Engine) -> None:
 
 
 def _make_reads_loud(unit: ShardedUnit, owned: OwnedParameter) -> None:
-    """Notice reads outside the unit; see [Note: stray reads] in `parameter`."""
+    """Notice reads outside the unit; see [Note: stray reads] in `stray`."""
     for module, _ in owned.locations:
         if not isinstance(module._parameters, StrayReads):
             is_full = functools.partial(getattr, unit, "is_unsharded_by_user")

@@ -46,7 +46,8 @@ class GradScaler(torch.amp.GradScaler):
         """Divide this rank's gradients, and tell whether any rank's were not finite."""
         engine = self._engine
         engine.reducer.check_complete()
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        with torch._C.DisableTorchFunctionSubclass():  # which would refuse: see `stray`
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         device = engine.mesh.device
         local = found.get(device, found_inf)  # absent where this rank holds no gradient
         with engine.waiting("all_gather of finite checks", ROOT):

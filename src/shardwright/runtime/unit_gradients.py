@@ -18,6 +18,7 @@ from shardwright.core.errors import LifecycleError
 from shardwright.core.strategy import Gradients
 from shardwright.runtime.buffers import Buffers
 from shardwright.runtime.direct_linear import GradientSink
+from shardwright.runtime.stray import ShardedGradient
 from shardwright.runtime.transport.base import NoOperation, Operation, Piece, Transport, chunk_of
 from shardwright.runtime.unit import ShardedUnit
 
@@ -113,13 +114,19 @@ class UnitGradients:
         for segment, piece in zip(layout.trainable_segments, self._owned, strict=False):
             pieces[segment] = piece
         rows = self.unit.own_rows(pieces)
-        self.shards = [rows[i] for i in self.unit.trainable]
+        self.shards = [self._gradient_of(i, rows[i]) for i in self.unit.trainable]
         segment_position = {s: k for k, s in enumerate(layout.trainable_segments)}
         for sink, i in zip(self.sinks, self.unit.trainable, strict=True):
             place = layout.placements[i]
             whole = wholes[segment_position[place.segment]]
             sink.view = whole[place.start : place.stop].view(place.spec.shape)
         self.views = [s.view for s in self.sinks if s.view is not None]
+
+    def _gradient_of(self, position: int, rows: torch.Tensor) -> torch.Tensor:
+        layout, spec = self.unit.layout, self.unit.layout.placements[position].spec
+        if layout.num_owners == 1 or (spec.is_whole and rows.numel() == spec.numel):
+            return rows
+        return ShardedGradient.of(spec, layout.rows(position, self.unit.topology.owner), rows)
 
     def _bind_replicate(
         self,
@@ -171,7 +178,10 @@ class UnitGradients:
         keeps_buffer = self.home is Gradients.WHOLE and not (self._has_sums_apart and self.is_final)
         for k, sink in enumerate(self.sinks):
             sink.is_written = False
-            sink.is_filled = alive[k] and keeps_buffer
+            # Beside sums of their own, a place still holds an earlier step's gradient until this
+            # step's first; without, what is alive lies there.
+            holds_it = sink.is_filled or not self._has_sums_apart
+            sink.is_filled = alive[k] and keeps_buffer and holds_it
             if not alive[k]:
                 self.used[k] = False
                 if any_alive:
@@ -234,6 +244,9 @@ class UnitGradients:
                 "only. Change them after the step's last backward, or scale the loss."
             )
         self._drop_not_owned()
+        if self._has_sums_apart:
+            for sink in self.sinks:
+                sink.is_filled = False
 
     def _drop_not_owned(self) -> None:
         for rest in self._not_owned:
@@ -253,7 +266,8 @@ class UnitGradients:
     def multiply(self, factor: float) -> None:
         """Multiply what this rank's optimizer sees."""
         if factor != 1.0:
-            torch._foreach_mul_(self._owned, factor)
+            for piece in self._owned:
+                piece.mul_(factor)  # a foreach would round the factor to the pieces' dtype first
 
     @property
     def accumulates(self) -> bool:
