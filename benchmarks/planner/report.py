@@ -153,7 +153,7 @@ def worst_rows(rows: Sequence[Judged]) -> list[str]:
 def memory_lines(memory: Sequence[MemoryResult], fit: Sequence[MemoryResult]) -> list[str]:
     def errors(results: Sequence[MemoryResult]) -> list[float]:
         return sorted(
-            abs(r.found.estimate.peak_gib / r.measured_gib - 1)
+            abs(r.found.shown_gib / r.measured_gib - 1)
             for r in results
             if r.found is not None and r.measured_gib
         )

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shardwright.runtime.ledger import Ledger
     from shardwright.runtime.loading import load_safetensors
     from shardwright.runtime.mesh import Mesh, init_mesh
+    from shardwright.runtime.planned import read_plan
     from shardwright.runtime.precision import Precision
     from shardwright.runtime.scaler import GradScaler
     from shardwright.runtime.uneven import even_batches
@@ -73,6 +74,7 @@ __all__ = [
     "materialize_",
     "meta_init",
     "plan",
+    "read_plan",
     "shard",
     "unshard_",
     "unsharded",
@@ -97,6 +99,7 @@ _HOMES = {
     "materialize_": "shardwright.runtime.deferred",
     "meta_init": "shardwright.runtime.deferred",
     "plan": "shardwright.app.plan",
+    "read_plan": "shardwright.runtime.planned",
     "shard": "shardwright.runtime.api",
     "unshard_": "shardwright.runtime.api",
     "unsharded": "shardwright.runtime.api",

@@ -145,6 +145,30 @@ def test_bad_bytes_can_be_an_error_that_names_file_and_place(bad_files: list[Pat
         load_corpus(bad_files, BYTES, bad_bytes="error")
 
 
+@pytest.mark.parametrize(
+    ("raw", "found"),
+    [
+        (b"some text\0and more", "a zero byte, at 9"),
+        (bytes(range(1, 256)) * 4, "characters that are no UTF-8"),
+        ("Она была хороша".encode("cp1251"), "characters that are no UTF-8"),
+        ("plain words".encode("utf-16"), "a zero byte"),
+    ],
+)
+def test_what_is_no_text_is_refused_or_left_out(tmp_path: Path, raw: bytes, found: str) -> None:
+    good, bad = tmp_path / "good.txt", tmp_path / "bad.bin"
+    good.write_text("fine")
+    bad.write_bytes(raw)
+    with pytest.raises(DataError, match=rf"bad\.bin' holds .*{found}.*data\.bad_bytes to 'skip'"):
+        load_corpus([good, bad], BYTES)
+    corpus = load_corpus([good, bad], BYTES, bad_bytes="skip")
+    assert (text_of(corpus), corpus.num_bad_documents) == ("fine", 1)
+
+
+def test_a_path_that_the_system_refuses_is_told_as_one(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="must be readable; found: File name too long"):
+        find_documents([str(tmp_path / ("a" * 300))])
+
+
 def test_files_without_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "empty.txt"
     path.touch()

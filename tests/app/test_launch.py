@@ -138,6 +138,21 @@ def test_a_rank_that_ignores_being_asked_is_killed() -> None:
         launch(ignore_being_asked_to_end, ranks=2, timeout_s=FOREVER_S / 10)
 
 
+def nested_without_end() -> list[object]:
+    found: list[object] = []
+    for _ in range(100_000):
+        found = [found]
+    return found
+
+
+def test_what_is_nested_too_deeply_is_told_once() -> None:
+    with pytest.raises(LaunchError, match="nested too deeply for pickle") as caught:
+        launch(nested_without_end, ranks=1)
+    assert "RecursionError" not in str(caught.value)
+    with pytest.raises(SpecError, match="nested too deeply for pickle; change that"):
+        launch(return_all_kinds, ranks=1, args=(nested_without_end(),))
+
+
 def test_a_result_that_does_not_travel_is_named() -> None:
     with pytest.raises(LaunchError, match="found a function that doesn't travel"):
         launch(return_something_that_does_not_travel, ranks=1)

@@ -101,10 +101,15 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(tmp_path: Path) -> No
     require_unused(tmp_path / "other")
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("file", "is a file"), ("file/run", "is a file"), ("a" * 300, "File name too long")],
+)
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, name: str, found: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(SpecError, match="must be writable"):
-        RunFolder(config(tmp_path / "file" / "run"))
+    for open_folder in (require_unused, lambda folder: RunFolder(config(folder))):
+        with pytest.raises(SpecError, match=f"must be writable; found: .*{found}"):
+            open_folder(tmp_path / name)
 
 
 def test_folders_are_named_after_the_run_and_never_shared(

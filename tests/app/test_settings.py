@@ -19,13 +19,26 @@ def from_toml(folder: Path, text: str) -> Config:
     return load_config(path, {})
 
 
-def test_flags_win_over_the_file_and_assignments_over_flags(tmp_path: Path) -> None:
+def test_flags_and_assignments_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "settings.toml"
     path.write_text("[train]\nlr = 1.0\nsteps = 10\nseed = 5\n")
-    flags = {"train": {"lr": 2.0, "steps": 20, "clip": None}}
+    flags = {"train": {"steps": 20, "clip": None}}
     config = load_config(path, flags, ["train.lr=3"])
     assert (config.train.lr, config.train.steps, config.train.seed) == (3.0, 20, 5)
     assert config.train.clip == 1.0
+
+
+@pytest.mark.parametrize("assignments", [["train.lr=3"], ["train.clip=1", "train.clip=2"]])
+def test_a_setting_given_twice_on_the_command_line_is_refused(assignments: list[str]) -> None:
+    with pytest.raises(SpecError, match="a second time; drop one"):
+        load_config(None, {"train": {"lr": 2.0}}, assignments)
+
+
+def test_settings_nested_without_end_are_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text("a = " + "[" * 100_000)
+    with pytest.raises(SpecError, match=r"must be valid TOML; found: it is nested too deeply"):
+        load_config(path, {})
 
 
 @pytest.mark.parametrize("preset", PRESETS)

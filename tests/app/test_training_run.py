@@ -17,6 +17,7 @@ import pytest
 from shardwright.app.config import Config, resolve
 from shardwright.app.data import DataError
 from shardwright.app.launch import launch
+from shardwright.app.run_folder import RunFolderError
 from shardwright.app.settings import load_config
 from shardwright.app.train import NonFiniteError, TrainResult, train, train_rank
 
@@ -48,6 +49,18 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
     """The same run on one rank."""
     return train(config(text, tmp_path_factory.mktemp("alone") / "run"))
+
+
+def test_a_folder_that_only_the_first_rank_finds_unwritable_is_one_error_on_all(
+    text: Path,
+) -> None:
+    given = config(text, Path("/proc/none/run"), ranks=2)
+    errors = launch(train_rank, ranks=2, args=(given,))
+    assert {type(error) for error in errors} == {RunFolderError}
+    assert {str(error) for error in errors} == {
+        "run folder '/proc/none/run' must be writable; found: No such file or directory; set "
+        "run.out to another"
+    }
 
 
 def test_a_run_learns_and_leaves_its_record(alone: TrainResult) -> None:

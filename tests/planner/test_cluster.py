@@ -85,6 +85,62 @@ def test_a_cluster_file_is_read_with_links_of_its_own(tmp_path):
     assert not cluster.is_network_assumed
 
 
+CLUSTER = {"device": "h100", "num_nodes": 2, "devices_per_node": 8}
+LINK = {"kind": "200g", "bandwidth_gbps": 25.0, "latency_us": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_nodes": "2"}, "num_nodes must be a whole number, found '2'"),
+        ({"num_nodes": 2.0}, "num_nodes must be a whole number, found 2.0"),
+        ({"devices_per_node": True}, "devices_per_node must be a whole number, found True"),
+        ({"num_nodes": -1}, "num_nodes must be greater than 0"),
+        ({"network": ["8x400g-ib"]}, "network must be a text"),
+        ({"uses_pcie": "no"}, "uses_pcie must be true or false, found 'no'"),
+        ({"device": 7}, "device of cluster must be a table of settings"),
+        ({"device": {"name": "mine"}}, "device of cluster lacks memory_gib, memory_gbps"),
+        ({"outer": {**LINK, "bandwidth_gbps": "25"}}, "bandwidth_gbps must be a number"),
+        ({"outer": {**LINK, "latency_us": float("nan")}}, "latency_us must be a number, found nan"),
+        ({"outer": {"kind": "200g"}}, "outer link of cluster lacks bandwidth_gbps, latency_us"),
+        ({"outer": LINK, "num_nics": 1.5}, "num_nics must be a whole number"),
+        ({"outer": LINK, "network": "8x400g-ib"}, "network and outer describe the same link"),
+        ({"inner": LINK, "uses_pcie": True}, "uses_pcie and inner describe the same link"),
+    ],
+)
+def test_values_of_a_cluster_are_of_their_types_and_say_things_once(changes, message):
+    with pytest.raises(SpecError, match=message):
+        cluster_from_table({**CLUSTER, **changes}, "cluster")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.toml", b"\xff\xfe\x00", "must be UTF-8 text; found other bytes, first at byte 0"),
+        ("x.toml", b"", "is empty; give another file"),
+        ("x.toml", b"a = " + b"[" * 100_000, "must be TOML; found: it is nested too deeply"),
+        ("x.json", b"[" * 100_000, "must be JSON .*; found: it is nested too deeply"),
+        ("x.json", b"[1]", "must hold a table of settings, found list"),
+        ("x.toml", b"a = ", "must be TOML; found: "),
+        ("x.toml", b"[model]\nlayers = 1\n[extra]\n", r"'extra' beside the section \[model\]"),
+    ],
+)
+def test_files_that_hold_no_settings_are_refused_in_one_line(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(SpecError, match=message) as caught:
+        read_model(str(path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("read", [lambda path: read_model(str(path)), read_cluster])
+def test_files_that_are_not_there_are_named(tmp_path, read):
+    with pytest.raises(SpecError, match=r"none\.toml': No such file or directory; check the path"):
+        read(tmp_path / "none.toml")
+    with pytest.raises(SpecError, match=r"No such file|Is a directory"):
+        read(tmp_path)
+
+
 def test_unknown_and_missing_keys_of_a_cluster_are_named():
     with pytest.raises(SpecError, match=r"unknown key 'nodes'.*did you mean 'num_nodes'"):
         cluster_from_table({"device": "h100", "nodes": 1}, "cluster")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from typer.testing import CliRunner
 from shardwright.app.cli import app
 from shardwright.app.device_peaks import peak_flops
 from shardwright.core.errors import SpecError
+from shardwright.planner.columns import FIT, MEMORY, SPEEDS
+from shardwright.runtime.planned import read_engine_section
 
 DATA = Path(__file__).with_name("data")
 PLAN = (
@@ -96,14 +99,122 @@ def test_a_plan_file_is_written(tmp_path):
         (("--checkpointing", "some"), "unknown checkpointing 'some'"),
         (("--attention", "flash9"), "unknown attention 'flash9'"),
         (("--context", "2"), "context parallelism.* not modelled"),
-        (("--compression", "int8"), "compressed collectives are not modelled"),
+        (("--compression", "int8"), "compression must read like"),
         (("--max-in-flight", "0"), "max_in_flight must be greater than 0"),
         (("--backward-prefetch-at", "later"), "unknown backward_prefetch_at 'later'"),
+        (("--micro-batch", "0"), "micro_batch must be greater than 0, found 0"),
+        (("--micro-batch", "3"), r"3 divides no rank's share .*; the nearest that do: 2 and 4"),
+        (("--micro-batch", "96"), r"96 divides no rank's share .*; the nearest that does: 32"),
+        (("--global-batch", "12", "--max-tensor", "1"), "have 8 data ranks; .* do: 8 and 16"),
+        (("--strategy", "hybrid"), "no mesh of 8 devices suits the strategies asked for"),
+        (("--devices-per-node", "0"), "devices_per_node must be greater than 0"),
+        (("--headroom", "nan"), "headroom must be a number, found nan"),
+        (("--residency", "13"), "residency must be from 0 to the 12 blocks of gpt2, found 13"),
+        (("--residency", "1", "--strategy", "ddp"), "that ddp would not drop; leave it out"),
+        (("--global-batch-tokens", "65536"), "found both"),
+        (("--cluster", "x.toml"), "found --device, --devices too; change the file 'x.toml'"),
+        (("--json", "--csv"), "--json and --csv exclude each other"),
+        (("--json", "--explain"), "--json and --explain exclude each other"),
+        (("--csv", "--top", "3"), "--csv and --top exclude each other"),
+        (("--out", "none/plan.json"), "there is no folder 'none'; make it first"),
+        (("--out", "/"), "it is a folder; give the name of a file"),
+        (("--out", "a" * 300), "File name too long; choose another place"),
+        (("--model", "a" * 300), "unknown model 'aaa"),
+        (("--network", ""), "unknown network ''"),
+        (("--seq-len", "1025"), "at most the 1024 positions that gpt2 has learned, found 1025"),
+        (("--probe", "none.json"), r"can't read the probe 'none\.json': No such file"),
     ],
 )
 def test_wrong_requests_are_refused_with_what_to_change(changes, message):
     with pytest.raises(SpecError, match=message):
         run(*PLAN, *changes)
+
+
+@pytest.mark.parametrize("top", ["0", "-2"])
+def test_a_table_has_at_least_one_layout(top):
+    result = CliRunner().invoke(app, [*PLAN, "--top", top])
+    assert result.exit_code == 2
+    assert "'--top'" in result.stderr
+
+
+SHELL = f"{sys.executable} -m shardwright.app.cli"
+
+
+@pytest.mark.parametrize("output", ["| true", "> /dev/full"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        " ".join((*PLAN, "--json")),
+        " ".join((*PLAN, "--csv")),
+        f"validate --fit {DATA / 'fit.csv'}",
+    ],
+)
+def test_an_output_that_takes_no_more_ends_the_command_without_a_traceback(command, output):
+    line = f"set -o pipefail; {SHELL} {command} {output}"
+    done = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1
+    full = "error: can't write the output: No space left on device\n"
+    assert done.stderr == ("" if "true" in output else full)
+
+
+def test_a_layout_that_the_engine_cannot_run_is_shown_and_not_written(tmp_path):
+    path = tmp_path / "plan.json"
+    arguments = (*PLAN, "--offload-optimizer", "--out", str(path))
+    result = CliRunner().invoke(app, list(arguments))
+    assert "Take " in result.stdout
+    assert isinstance(result.exception, SpecError)
+    assert re.search(
+        r"no plan file is written: .* needs offloading of the optimizer, which the engine doesn't "
+        r"run yet\. Of what it runs, nothing that was compared fits",
+        str(result.exception),
+    )
+    assert not path.exists()
+
+
+def test_json_of_a_layout_that_the_engine_cannot_run_is_no_plan_for_it(tmp_path):
+    best = json.loads(run(*PLAN, "--offload-optimizer", "--json"))["best"]
+    assert best["needs"] == ["offloading of the optimizer"]
+    assert "engine" not in best
+    with pytest.raises(SpecError, match="needs offloading of the optimizer, which the engine"):
+        read_engine_section(best)
+
+
+def test_the_table_and_the_advice_give_one_figure_of_memory():
+    text = run(*PLAN, "--max-tensor", "1", "--strategy", "zero3")
+    document = json.loads(run(*PLAN, "--max-tensor", "1", "--strategy", "zero3", "--json"))
+    (needed,) = re.findall(r"it needs ([\d.]+) of", text)
+    layout = document["best"]["layout"]
+    (row,) = [r for r in document["layouts"] if r["layout"] == f"zero3 shard={layout['shard']}"]
+    assert f"{row['needed_gib']:.1f}" == needed
+    assert row["needed_gib"] == pytest.approx(row["peak_gib"] + 0.75)
+    assert re.search(rf"^> zero3 shard=8 .* {needed} ", text, re.MULTILINE)
+
+
+def test_the_recommended_layout_is_in_every_table_with_the_figures_of_the_advice():
+    for top in ("1", "12"):
+        text = run(*PLAN, "--top", top)
+        (layout,) = re.findall(r"^Take (.*?), ", text, re.MULTILINE)
+        (row,) = re.findall(rf"^> {re.escape(layout)} .*$", text, re.MULTILINE)
+        (needed,) = re.findall(r"it needs ([\d.]+) of", text)
+        (step,) = re.findall(r"^  - ([\d.]+) s per step", text, re.MULTILINE)
+        assert f" {step} " in row
+        assert f" {needed} " in row
+
+
+def test_a_probe_s_values_are_of_their_types(tmp_path):
+    path = tmp_path / "measured.json"
+    good = {"step_s": 0.1, "strategy": "zero3", "micro_batch": 2}
+    for changes, message in (
+        ({"step_s": "0.1"}, "step_s must be a number, found '0.1'"),
+        ({"micro_batch": 0}, "micro_batch must be greater than 0"),
+        ({"devices": 8.5}, "devices must be a whole number"),
+        ({"step": 1}, "unknown key 'step'; did you mean 'step_s'"),
+    ):
+        path.write_text(json.dumps({**good, **changes}))
+        with pytest.raises(SpecError, match=message):
+            run(*PLAN, "--probe", str(path))
 
 
 def test_strategies_are_restricted_by_name_or_alias():
@@ -176,10 +287,107 @@ def test_validate_without_a_table_or_with_a_foreign_one_is_refused(tmp_path):
         run("validate")
     path = tmp_path / "x.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(SpecError, match="lacks the columns id, source"):
+    with pytest.raises(SpecError, match="lacks the columns id, source, model, gpu"):
         run("validate", str(path))
+    path.write_text("id,id\n1,2\n")
+    with pytest.raises(SpecError, match="two columns 'id'; rename one"):
+        run("validate", str(path))
+    for content, message in (
+        (b"\xff\xfe", "must be UTF-8 text"),
+        (b"", "is empty"),
+        (b",,,\n", "has no rows below its headings"),
+        (b"id,source,model,gpu,n_gpus,strategy,precision\n1,2,3,4,5,6,7,8\n", "8 cells in line 2"),
+        (b'id,source\n1,"2\n', "must be CSV; found: unexpected end of data"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(SpecError, match=message):
+            run("validate", str(path))
     with pytest.raises(SpecError, match="can't read the table"):
         run("validate", str(tmp_path / "none.csv"))
+
+
+ROW = {
+    "id": "a",
+    "source": "mine",
+    "model": "gpt2",
+    "gpu": "A100-80GB",
+    "n_gpus": "8",
+    "strategy": "zero1",
+    "seq_len": "1024",
+    "global_batch_seqs": "64",
+    "precision": "bf16",
+    "tokens_per_s_per_gpu": "100000",
+}
+
+
+def validated(tmp_path, *rows, option=()):
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return json.loads(run("validate", *option, str(path), "--json"))
+
+
+def test_a_table_of_the_needed_columns_alone_is_predicted(tmp_path):
+    document = validated(tmp_path, ROW, {**ROW, "id": "b", "strategy": "ddp"})
+    assert document["speed"]["unpredicted"] == []
+    assert document["speed"]["data_parallel_predicted"] == 2
+    assert document["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"n_gpus": "banana"}, "n_gpus must be a whole number above 0, found 'banana'"),
+        ({"seq_len": "4096.5"}, "seq_len must be a whole number above 0, found '4096.5'"),
+        ({"tokens_per_s_per_gpu": "fast"}, "tokens_per_s_per_gpu must be a number above 0"),
+        ({"tokens_per_s_per_gpu": "nan"}, "tokens_per_s_per_gpu must be a number above 0"),
+        ({"precision": "fp32"}, "precision 'fp32' is not modelled"),
+        ({"act_ckpt": "yes"}, "act_ckpt 'yes' is not modelled"),
+        ({"precision": "fp8", "gpu": "A100-80GB"}, "has no fp8 matrix units"),
+    ],
+)
+def test_a_row_with_a_wrong_cell_is_named_with_the_reason_and_loses_no_other(
+    tmp_path, changes, reason
+):
+    wrong = {**ROW, "act_ckpt": "none", "id": "", **changes}
+    document = validated(tmp_path, {**ROW, "act_ckpt": "none"}, wrong)
+    (entry,) = document["speed"]["unpredicted"]
+    assert entry["id"] == "line 3"
+    assert reason in entry["reason"]
+    assert document["speed"]["data_parallel_predicted"] == 1
+
+
+def test_columns_that_nobody_reads_are_named_with_the_one_that_was_meant(tmp_path):
+    (note,) = validated(tmp_path, {**ROW, "n_layer": "12", "colour": "red"})["notes"]
+    assert note.endswith("not read: n_layer, colour; 'n_layer': did you mean 'n_layers'?")
+
+
+def test_tables_of_memory_and_of_what_ran_need_only_their_needed_columns(tmp_path):
+    memory = {"id": "a", "model": "gpt2", "gpu": "A100-80GB", "n_gpus": "8", "strategy": "zero1"}
+    memory |= {"micro_batch": "4", "precision": "bf16", "value_gb": "4"}
+    found = validated(tmp_path, memory, option=("--memory",))
+    assert (found["memory"]["unpredicted"], found["memory"]["num_rows"]) == ([], 1)
+    fit = {"id": "a", "model": "gpt2", "gpu": "A100-80GB", "n_gpus": "8", "strategy": "zero1"}
+    fit |= {"param_dtype": "bf16", "outcome": "ran"}
+    found = validated(tmp_path, fit, option=("--fit",))
+    assert (found["fit"]["unpredicted"], found["fit"]["right"]) == ([], 1)
+
+
+def test_the_documentation_lists_every_column_and_which_are_needed():
+    text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    for title, columns in (
+        ("Measured speeds", SPEEDS),
+        ("Measured memory", MEMORY),
+        ("What ran", FIT),
+    ):
+        section = text.split(f"### {title}")[1].split("\n#")[0]
+        lines = [
+            f"| `{column.name}`{' *' if column.is_required else ''} | {column.meaning} |"
+            for column in columns
+        ]
+        assert "\n".join(lines) in section, "\n".join(lines)
 
 
 # --- the training loop's MFU takes the planner's figures -----------------------------------------

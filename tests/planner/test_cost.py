@@ -7,7 +7,12 @@ import pytest
 from shardwright.planner.cluster import make_cluster
 from shardwright.planner.cost.activation import block_kept
 from shardwright.planner.cost.attention import AttentionShape, attention_s
-from shardwright.planner.cost.collective import all_gather_s, all_reduce_s, make_group
+from shardwright.planner.cost.collective import (
+    all_gather_s,
+    all_reduce_s,
+    make_group,
+    taken_s,
+)
 from shardwright.planner.cost.efficiency import GENERIC
 from shardwright.planner.cost.matmul import matmul_s
 from shardwright.planner.cost.optimizer import optimizer_s
@@ -76,7 +81,7 @@ def test_the_tensor_axis_leaves_ten_bytes_whole():
 
 def test_22b_keeps_59_25_gib_without_and_9_56_with_sequence_parallel_selective_recomputation():
     plain = 48 * block_kept(GPT_22B, megatron(), tensor=8) / GIB
-    divided = megatron(checkpointing="selective", software={"sequence_parallel": True})
+    divided = megatron(checkpointing="attention_core", software={"sequence_parallel": True})
     assert plain == pytest.approx(59.25)
     assert 48 * block_kept(GPT_22B, divided, tensor=8) / GIB == pytest.approx(9.5625)
 
@@ -91,8 +96,8 @@ def test_full_recomputation_keeps_a_block_s_input():
     [
         ("none", {}, 100),
         ("none", {"sequence_parallel": True}, 66.84),
-        ("selective", {}, 49.42),
-        ("selective", {"sequence_parallel": True}, 16.18),
+        ("attention_core", {}, 49.42),
+        ("attention_core", {"sequence_parallel": True}, 16.18),
         ("full", {}, 7.64),
     ],
 )
@@ -211,6 +216,16 @@ def test_small_messages_pay_latency():
 def test_a_group_of_one_costs_nothing():
     group = make_group(make_cluster("h100", 8), size=1, stride=1)
     assert all_gather_s(1e9, group) == all_reduce_s(1e9, group) == 0
+
+
+def test_what_collectives_take_grows_with_bytes_and_time_and_never_beyond_it():
+    hidden_s = 0.1
+    taken = [taken_s(hidden_s, moved, A100) for moved in (0.0, 1e9, 10e9, 1e12)]
+    assert taken == sorted(taken)
+    assert taken[0] == pytest.approx(hidden_s * 8 / A100.num_sms)
+    assert taken[1] - taken[0] == pytest.approx(3e9 / (A100.memory_gbps * 1e9))
+    assert taken[-1] == hidden_s
+    assert taken_s(2 * hidden_s, 1e9, A100) > taken[1]  # a slower link
 
 
 # --- optimizer ---------------------------------------------------------------------------------

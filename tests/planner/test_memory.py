@@ -9,7 +9,7 @@ import pytest
 from shardwright.core.memory import plan_memory
 from shardwright.core.strategy import STRATEGIES
 from shardwright.planner.cost.activation import head_bytes
-from shardwright.planner.memory import GIB, estimate_memory
+from shardwright.planner.memory import GIB, estimate_memory, micro_batches_in_flight
 from shardwright.planner.units import find_units
 from shardwright.planner.workload import OptimizerSpec, PrecisionSpec, SoftwareSpec
 from tests.planner.jobs import TINY, job
@@ -80,7 +80,7 @@ def test_a_chunked_loss_never_holds_logits():
     assert per_logit == pytest.approx(20)
 
 
-@pytest.mark.parametrize("kind", ["elementwise", "selective", "full"])
+@pytest.mark.parametrize("kind", ["selective", "half_products", "full"])
 def test_recomputation_keeps_less(kind):
     def kept(checkpointing):
         estimate = memory(
@@ -141,12 +141,60 @@ def test_offloaded_optimizers_leave_the_device():
     assert "optimizer_state" not in offloaded.categories
 
 
+def pipelined(**settings):
+    """Activations of the fullest stage, the optimizer's temporaries out of the way."""
+    made = {"strategy": "zero1", "pipeline": 4, "accumulation": 8, "checkpointing": "full"}
+    made["optimizer"] = OptimizerSpec(implementation="fused")
+    return memory(**{**made, **settings}).categories["activations"]
+
+
+BOUNDARY = 2 * 128 * 256 * 2
+"""Bytes between blocks of the tiny model, for its micro-batch."""
+
+
 def test_the_first_stage_holds_its_pipeline_s_activations():
     shape = replace(TINY, layers=8)
-    kept = memory(
-        model=shape, strategy="zero1", pipeline=4, accumulation=8, checkpointing="full"
-    ).categories["activations"]
     one = memory(model=shape, strategy="zero1", checkpointing="full", accumulation=8)
-    boundary = 2 * 128 * 256 * 2
-    assert one.categories["activations"] == (8 + 2) * boundary
-    assert kept == 4 * (2 + 1) * boundary
+    # Inputs of 8 blocks, of the last norm and of the projection.
+    assert one.categories["activations"] == (8 + 2) * BOUNDARY
+    # Two blocks' inputs, the first of which is what was looked up, and what was sent on.
+    assert pipelined(model=shape) == 4 * (2 + 1) * BOUNDARY
+    # Megatron lets go of what was sent on, DeepSpeed keeps the part that a tensor rank sends.
+    for engine, sent in (("megatron", 0), ("deepspeed", 0.5)):
+        made = pipelined(model=shape, tensor=2, software=SoftwareSpec(engine=engine))
+        assert made == 4 * (2 + sent) * BOUNDARY
+
+
+def test_where_both_ends_count_as_a_block_the_second_stage_is_the_fullest():
+    shape = replace(TINY, layers=22)  # 5, 6, 6, 5
+    assert job(shape, pipeline=4).layout.stage_blocks(22) == (5, 6, 6, 5)
+    assert pipelined(model=shape) == 3 * (6 + 1) * BOUNDARY
+
+
+def test_stages_share_what_doesn_t_divide():
+    assert job(replace(TINY, layers=7), pipeline=4).layout.stage_blocks(7) == (2, 2, 2, 1)
+    assert job(TINY).layout.stage_blocks(4) == (4,)
+
+
+def test_interleaved_stages_hold_more_micro_batches_the_last_one_too():
+    shape = replace(TINY, layers=32)
+    made = job(shape, pipeline=4, accumulation=64, layout={"chunks_per_stage": 8})
+    held = [micro_batches_in_flight(made.layout, made.workload, stage) for stage in range(4)]
+    assert held == [(2 * (3 - stage) + 7 * 4 + 1) / 8 for stage in range(4)]
+    flat = replace(made.layout, chunks_per_stage=1)
+    assert [micro_batches_in_flight(flat, made.workload, s) for s in range(4)] == [4, 3, 2, 1]
+
+
+def test_dividing_sequences_divides_what_lies_between_blocks():
+    shape = replace(TINY, layers=8)
+    whole = pipelined(model=shape, tensor=2)
+    divided = pipelined(model=shape, tensor=2, software=SoftwareSpec(sequence_parallel=True))
+    assert divided == whole / 2
+
+
+def test_a_looked_up_norm_and_dropout_keep_something_too():
+    normed = replace(TINY, layers=8, embedding_norm=True)
+    plain, kept = pipelined(model=replace(TINY, layers=8)), pipelined(model=normed)
+    assert kept - plain == 4 * BOUNDARY
+    masks = pipelined(model=normed, software=SoftwareSpec(dropout=True)) - kept
+    assert masks == 4 * BOUNDARY / 2

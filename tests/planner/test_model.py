@@ -190,6 +190,54 @@ def test_impossible_shapes_are_refused(changes, message):
         ModelSpec(**{**shape, **changes})
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 2.0}, "layers must be a whole number, found 2.0"),
+        ({"hidden": "64"}, "hidden must be a whole number, found '64'"),
+        ({"heads": True}, "heads must be a whole number, found True"),
+        ({"tied": "false"}, "tied must be true or false, found 'false'"),
+        ({"name": 7}, "name must be a text, found 7"),
+        ({"max_seq_len": -1}, "max_seq_len must be 0 or more, found -1"),
+        ({"layers": 10**8}, "layers must be at most 10,000"),
+    ],
+)
+def test_sizes_are_of_their_types_and_never_converted(changes, message):
+    shape = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab"), 4)
+    with pytest.raises(SpecError, match=message):
+        ModelSpec(**{"name": "x", **shape, **changes})
+
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": "2"}, "num_hidden_layers must be a whole number, found '2'"),
+        ({"hidden_size": 64.5}, "hidden_size must be a whole number, found 64.5"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be greater than 0, found 0"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false"),
+        ({"model_type": "opt", "max_position_embeddings": "9", "ffn_dim": 4}, "must be a whole"),
+        ({"model_type": "mpt", "attn_config": "alibi"}, "attn_config must be a table"),
+    ],
+)
+def test_fields_of_a_configuration_are_of_their_types(changes, message):
+    with pytest.raises(SpecError, match=message):
+        from_config({**LLAMA, **changes})
+
+
+def test_null_in_a_configuration_stands_for_a_field_that_is_not_there():
+    assert from_config({**LLAMA, "num_key_value_heads": None, "head_dim": None}).kv_heads == 4
+
+
 def test_flops_per_token_are_six_per_matrix_element_and_causal_attention():
     model = find_model("llama-2-7b")
     matrices = 6 * (model.num_parameters - model.vocab * model.hidden - 65 * model.hidden)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,13 +15,14 @@ from shardwright.app.presets import PRESETS
 from shardwright.core.errors import PlanInfeasible, SpecError
 from shardwright.planner.advice import changes_of, reasons_for
 from shardwright.planner.cluster import make_cluster
+from shardwright.planner.cost.compression import narrow_gather_s
 from shardwright.planner.explain import explain
 from shardwright.planner.model_presets import find_model
-from shardwright.planner.plan_file import read_plan
 from shardwright.planner.predict import predict
 from shardwright.planner.probe import factors_from_probe
-from shardwright.planner.search import SearchSpace, search
-from shardwright.planner.workload import WorkloadSpec
+from shardwright.planner.recommend import TOLERANCE, step_s, ties
+from shardwright.planner.search import SearchSpace, search, winners_with
+from shardwright.planner.workload import CompressionSpec, OptimizerSpec, WorkloadSpec
 from tests.planner.jobs import job
 
 DATA_ONLY = SearchSpace(max_tensor=1, max_pipeline=1)
@@ -47,8 +50,58 @@ def test_candidates_fit_and_come_fastest_first(result):
     assert all(c.memory.needed_gib <= limit for c in result.candidates)
 
 
-def test_the_recommendation_is_within_one_percent_of_the_fastest(result):
-    assert result.best.prediction.step_s <= 1.01 * result.candidates[0].prediction.step_s
+def test_the_recommendation_is_as_fast_as_the_fastest_within_the_tolerance(result):
+    assert step_s(result.best) <= (1 + TOLERANCE) * step_s(result.candidates[0])
+
+
+def test_of_layouts_as_fast_the_simplest_is_recommended_and_said_so():
+    found = find("gpt2", 8, 512)
+    assert found.best.strategy == "ddp"
+    equal = {candidate.strategy for candidate in ties(found.candidates)}
+    assert {"ddp", "zero1", "zero3"} <= equal
+    text = " / ".join(reasons_for(found))
+    assert "settings as fast within 2% it is the simplest" in text
+
+
+def test_of_equal_strategies_least_is_recomputed():
+    found = find("llama-3.2-1b", 8, 64)
+    equal = [c for c in ties(found.candidates) if c.strategy == found.best.strategy]
+    order = ("none", "selective", "full")
+    ranks = [order.index(c.job.workload.checkpointing) for c in equal]
+    assert order.index(found.best.job.workload.checkpointing) == min(ranks)
+
+
+def test_what_the_engine_runs_is_recommended_and_what_it_doesn_t_is_an_alternative():
+    found = find("llama-3-70b", 64, 64, space=SearchSpace())
+    fastest = found.candidates[0]
+    assert "tensor parallelism" in fastest.missing
+    assert found.best.missing == ()
+    assert found.best_today is found.best
+    gain = 1 - step_s(fastest) / step_s(found.best)
+    (said,) = (r for r in reasons_for(found) if "which the engine doesn't run yet" in r)
+    assert f"{fastest.job.layout.describe()} with" in said
+    assert f"would take {gain:.0%} less time" in said
+
+
+def test_where_nothing_fits_that_the_engine_runs_the_rest_is_recommended():
+    space = SearchSpace(strategies=("ddp",), checkpointing=("full",), max_pipeline=1)
+    found = find(space=space)
+    assert found.best_today is None
+    assert found.best.missing == ("tensor parallelism",)
+    assert any("nothing without them fits" in reason for reason in reasons_for(found))
+
+
+def test_settings_that_can_t_run_yet_leave_the_choice_of_axes_alone():
+    offloaded = OptimizerSpec(is_offloaded=True)
+    found = search(
+        find_model("llama-3-8b"),
+        make_cluster("a100-80", 16, network="8x200g-ib"),
+        WorkloadSpec(seq_len=4096, micro_batch=1, optimizer=offloaded),
+        128,
+    )
+    assert found.best.missing == ("offloading of the optimizer",)
+    text = " / ".join(reasons_for(found))
+    assert "it needs offloading of the optimizer, which the engine doesn't run yet /" in text
 
 
 def test_nothing_on_the_front_is_beaten_in_both_time_and_memory(result):
@@ -79,8 +132,6 @@ def test_layouts_beyond_the_engine_are_marked():
     tensor = [c for c in found.candidates if c.job.layout.tensor > 1]
     assert tensor
     assert all("tensor parallelism" in c.missing for c in tensor)
-    assert found.best_today is not None
-    assert found.best_today.missing == ()
 
 
 def test_reasons_name_what_limits_and_where_others_lose(result):
@@ -95,9 +146,28 @@ def test_a_faster_network_is_judged(result):
     assert "with half the bandwidth between nodes" in text
 
 
+@pytest.mark.parametrize(
+    ("model", "devices", "batch", "space"),
+    [("gpt2", 16, 512, DATA_ONLY), ("llama-3-8b", 16, 128, SearchSpace())],
+)
+def test_other_networks_are_judged_by_the_rule_that_recommends(model, devices, batch, space):
+    found = find(model, devices, batch, space=space)
+    cluster = found.best.job.cluster
+    slower = cluster.with_network(factor=0.5)
+    winners = winners_with(found, {"the same": cluster, "slower": slower})
+    assert winners["the same"].job == found.best.job
+    again = search(find_model(model), slower, found.best.job.workload, batch, space)
+    assert winners["slower"].job.layout == again.best.job.layout
+
+
+def test_a_change_that_changes_nothing_is_said_to_leave_the_recommendation():
+    said = changes_of(find("gpt2", 16, 512))
+    assert all("it is still the one to take" in text for text in said if "bandwidth" in text)
+
+
 def test_a_slow_network_makes_hybrid_win_where_it_fits():
     slow = find("gpt2-xl", 64, 512, network="100g-roce")
-    assert slow.best.strategy in ("hybrid", "hybrid_full_optimizer", "hybrid_zero2", "zero1")
+    assert slow.best.strategy != "zero3"
     zero3 = next(c for c in slow.candidates if c.strategy == "zero3")
     hybrid = next(c for c in slow.candidates if c.strategy.startswith("hybrid"))
     assert hybrid.prediction.step_s < zero3.prediction.step_s
@@ -167,21 +237,11 @@ def test_plans_are_plain_data(plans):
 
 def test_a_plan_file_holds_layout_units_traffic_and_memory(plans, tmp_path):
     plans.save(tmp_path / "plan.json")
-    found = read_plan(tmp_path / "plan.json")
+    found = json.loads((tmp_path / "plan.json").read_text())
     assert found["version"] == 1
     assert found["predicted"]["sent_bytes"] == dict(plans.best.sent_bytes)
     assert sum(found["predicted"]["memory_bytes"].values()) == plans.best.memory.peak_bytes
     assert found["engine"]["units"][0]["name"] == "(root)"
-
-
-def test_other_files_and_newer_plans_are_refused(tmp_path):
-    path = tmp_path / "x.json"
-    path.write_text('{"format": "other"}')
-    with pytest.raises(SpecError, match="no plan file"):
-        read_plan(path)
-    path.write_text('{"format": "shardwright-plan", "version": 99}')
-    with pytest.raises(SpecError, match="version 99"):
-        read_plan(path)
 
 
 @pytest.mark.parametrize(
@@ -229,10 +289,51 @@ def test_a_probed_job_is_predicted_exactly():
     assert predict(made, efficiencies=factors).step_s == pytest.approx(measured, rel=1e-6)
 
 
-def test_an_implausible_probe_is_refused():
+def test_a_probe_beyond_the_peak_is_refused_with_what_it_implies():
+    made = job("llama-2-7b", seq_len=2048, micro_batch=4)
+    fastest_s = predict(made).step_s * predict(made).mfu  # at an MFU of 100 %
+    with pytest.raises(SpecError, match=r"implies an MFU of 101% .* more than there is. Check its"):
+        factors_from_probe(made, fastest_s / 1.01)
+
+
+def test_a_probe_that_computes_twice_beyond_the_peak_is_refused():
+    made = job("llama-2-7b", seq_len=2048, micro_batch=4, checkpointing="full")
+    mfu = predict(made).mfu
+    with pytest.raises(SpecError, match="implies an MFU of 80% and computes at 107% of the peak"):
+        factors_from_probe(made, predict(made).step_s * mfu / 0.8)
+
+
+def test_a_probe_nearer_the_peak_than_runs_get_is_warned_of():
+    made = job("llama-2-7b", seq_len=2048, micro_batch=4)
+    fastest_s = predict(made).step_s * predict(made).mfu
+    doubtful = factors_from_probe(made, fastest_s / 0.8)
+    usual = factors_from_probe(made, fastest_s / 0.5)
+    assert "implies an MFU of 80%" in predict(made, efficiencies=doubtful).warnings[0]
+    assert not any("implies" in text for text in predict(made, efficiencies=usual).warnings)
+
+
+def test_a_probe_that_computation_can_t_explain_is_refused():
     made = job("llama-2-7b", seq_len=2048, micro_batch=4)
     with pytest.raises(SpecError, match="can't be explained by the speed of computation"):
-        factors_from_probe(made, 1e-4)
+        factors_from_probe(made, 1e4)
+
+
+def test_the_documented_probe_is_plausible():
+    text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    (found,) = re.findall(r"^(\{.step_s.*\})$", text, flags=re.MULTILINE)
+    probe = json.loads(found)
+    made = job(
+        "llama-3-8b",
+        devices=probe["devices"],
+        strategy=probe["strategy"],
+        seq_len=4096,
+        micro_batch=probe["micro_batch"],
+        checkpointing=probe["checkpointing"],
+    )
+    predicted = predict(made)
+    assert probe["step_s"] == pytest.approx(predicted.step_s, rel=0.1)
+    mfu = predicted.mfu * predicted.step_s / probe["step_s"]
+    assert f"those {probe['step_s']} s are an MFU of {100 * mfu:.0f} %" in text
 
 
 def test_a_probe_file_scales_the_plan(tmp_path):
@@ -334,7 +435,7 @@ def test_wrong_settings_are_refused(settings, message):
         settled(**settings)
 
 
-@pytest.mark.parametrize("key", ["context_parallel", "compression", "expert_parallel"])
+@pytest.mark.parametrize("key", ["context_parallel", "expert_parallel"])
 def test_what_is_not_modelled_is_said_so(key):
     with pytest.raises(SpecError, match=f"not modelled; leave '{key}' out"):
         sw.plan(
@@ -366,6 +467,13 @@ def test_interleaved_stages_divide_the_bubble_by_their_chunks():
     assert bubbles[2] == pytest.approx(bubbles[0] / 4, rel=0.1)
 
 
+def test_stages_interleave_where_both_ends_count_as_a_block():
+    """126 blocks and both ends over 16 stages: eight places each (Llama 3, arXiv 2407.21783)."""
+    found = find("llama-3.1-405b", 16_384, 2048, network="8x400g-ib", space=SearchSpace())
+    layouts = [candidate.job.layout for candidate in found.candidates]
+    assert 8 in {layout.chunks_per_stage for layout in layouts if layout.pipeline == 16}
+
+
 def test_interleaving_is_searched_where_asked_and_marked():
     space = SearchSpace(strategies=("zero1",), max_tensor=1, max_pipeline=4, max_chunks=4)
     found = find("llama-3-8b", 64, 512, space=space)
@@ -376,3 +484,58 @@ def test_interleaving_is_searched_where_asked_and_marked():
         layout, workload = candidate.job.layout, candidate.job.workload
         assert workload.accumulation % layout.pipeline == 0
         assert candidate.job.model.layers % (layout.pipeline * layout.chunks_per_stage) == 0
+
+
+def compressed(compression, strategy="zero3"):
+    return sw.plan(
+        model="llama-3-8b",
+        cluster="16 x a100-80 over 100g-roce",
+        workload={
+            "seq_len": 2048,
+            "global_batch": 16,
+            "micro_batch": 1,
+            "checkpointing": "full",
+            "compression": compression,
+        },
+        space=SearchSpace(strategies=(strategy,), max_tensor=1, max_pipeline=1),
+    )
+
+
+def test_compression_narrows_what_is_sent_and_shortens_what_is_waited_for():
+    """ZeRO++ (arXiv 2306.10209): gathers in 8 bits send half, reductions in 4 a quarter of 16."""
+    usual, narrow = plain(compressed({})), plain(compressed("gather=int8,reduce=int4"))
+    for name, share in (
+        ("all_gather over shard", (1 + 4 / 256) / 2),
+        ("reduce_scatter over shard", (0.5 + 4 / 256) / 4),
+    ):
+        assert narrow.sent_bytes[name] == pytest.approx(share * usual.sent_bytes[name])
+    assert sum(narrow.exposed_s.values()) < sum(usual.exposed_s.values())
+    assert narrow.step_s < 0.7 * usual.step_s
+
+
+def test_compression_costs_buffers_and_is_marked_as_not_there():
+    usual, narrow = plain(compressed({})), plain(compressed({"gather": "int8"}))
+    held = narrow.memory.categories["wire_buffers"]
+    largest = max(unit.numel for unit in narrow.stage.units)
+    assert held == (1 + 4 / 256) * largest
+    assert "wire_buffers" not in usual.memory.categories
+    assert narrow.job.missing == ("compressed collectives",)
+
+
+def test_narrowing_takes_time_where_links_are_no_limit():
+    alone = predict(job("llama-3-8b", devices=8, seq_len=4096))
+    narrow = predict(
+        job("llama-3-8b", devices=8, seq_len=4096, compression=CompressionSpec(gather="int8"))
+    )
+    seconds = narrow.stage.costs()["layers.0"].gather_s, alone.stage.costs()["layers.0"].gather_s
+    unit = next(unit for unit in narrow.stage.units if unit.name == "layers.0")
+    shape = (unit.numel, 2, 8, narrow.job.workload.compression, narrow.job.cluster.device)
+    coded = narrow_gather_s(*shape, narrow.efficiency)
+    assert coded > 0
+    assert seconds[0] - (1 + 4 / 256) / 2 * seconds[1] > coded
+
+
+@pytest.mark.parametrize("given", ["int8", "gather=int3", {"scatter": "int8"}, 8, ""])
+def test_compression_that_makes_no_sense_is_refused(given):
+    with pytest.raises(SpecError, match="compression"):
+        compressed(given)

@@ -8,6 +8,7 @@ import pytest
 
 from shardwright.core.policy import Op
 from shardwright.core.strategy import STRATEGIES, Gathered, Gradients
+from shardwright.planner.cluster import make_cluster
 from shardwright.planner.predict import predict
 from shardwright.planner.schedule import ScheduleUnit, make_schedule
 from shardwright.planner.simulate import UnitCost, replay
@@ -215,3 +216,57 @@ def test_tied_matrices_are_the_root_s():
     assert tied[0].ends == ("embedding", "head")
     untied = predict(job("llama-3-8b", seq_len=1024)).stage.units
     assert [untied[0].ends, untied[1].ends, untied[-1].ends] == [(), ("embedding",), ("head",)]
+
+
+# --- slower links -----------------------------------------------------------------------------
+
+NETWORKS = {"v100-32": "8x100g-ib", "a100-80": "8x200g-ib", "h100": "8x400g-ib"}
+MESHES = [(name, 1) for name in ("ddp", "zero1", "zero2", "zero3")]
+MESHES += [("hybrid", 2), ("hybrid", 4), ("hybrid_zero2", 2), ("hybrid_full_optimizer", 4)]
+
+
+def spread_step_s(device, ranks, per_node, mesh, *, factor=1.0, micro_batch=4):
+    """A step of equal work per device, with a network card for each device of a node."""
+    strategy, replicate = mesh
+    made = job(
+        "gpt2-xl",
+        device=device,
+        devices=ranks,
+        strategy=strategy,
+        replicate=replicate,
+        seq_len=1024,
+        micro_batch=micro_batch,
+    )
+    cluster = make_cluster(device, ranks, devices_per_node=per_node, network=NETWORKS[device])
+    cluster = replace(cluster, num_nics=per_node).with_network(factor=factor)
+    return predict(replace(made, cluster=cluster)).step_s
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("device", list(NETWORKS))
+@pytest.mark.parametrize("micro_batch", [1, 4, 16])
+def test_the_same_ranks_spread_over_more_nodes_are_never_faster(device, mesh, micro_batch):
+    for ranks in (8, 16, 64):
+        steps = [
+            spread_step_s(device, ranks, per_node, mesh, micro_batch=micro_batch)
+            for per_node in (8, 4, 2, 1)
+        ]
+        assert steps == sorted(steps), f"{ranks} ranks"
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("device", list(NETWORKS))
+def test_a_slower_network_is_never_faster(device, mesh):
+    steps = [
+        spread_step_s(device, 64, 8, mesh, factor=factor) for factor in (4.0, 2.0, 1.0, 0.5, 0.1)
+    ]
+    assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize("device", list(NETWORKS))
+@pytest.mark.parametrize("micro_batch", [1, 4, 16])
+def test_gathers_inside_nodes_cost_no_more_than_the_same_between_them(device, micro_batch):
+    """Where the optimizer is divided as far, hybrid's shorter gathers are never a loss."""
+    zero3 = spread_step_s(device, 64, 8, ("zero3", 1), micro_batch=micro_batch)
+    hybrid = spread_step_s(device, 64, 8, ("hybrid_full_optimizer", 8), micro_batch=micro_batch)
+    assert hybrid <= 1.005 * zero3

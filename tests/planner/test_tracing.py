@@ -8,7 +8,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.app.models import Decoder
-from shardwright.app.plan import _decoder
+from shardwright.app.plan_request import decoder_shape
 from shardwright.app.presets import DecoderConfig
 from shardwright.app.tracing import trace_model
 from shardwright.core.errors import SpecError
@@ -90,7 +90,7 @@ def test_the_application_s_decoder_is_traced_as_its_sizes_say(config, tied):
     config = DecoderConfig(**{**vars(config), "tie_embeddings": tied})
     seq_len = config.max_seq_len
     traced = trace_model(on_meta(lambda: Decoder(config)), tokens(2, seq_len))
-    spec = _decoder(config)
+    spec = decoder_shape(config)
     assert traced.num_parameters == spec.num_parameters
     assert traced.flops_per_token(seq_len) == pytest.approx(spec.flops_per_token(seq_len), rel=0.01)
     assert traced.has_root_head == tied
@@ -142,7 +142,7 @@ def test_a_transformers_llama_is_traced_as_its_configuration_says(size):
 def test_units_are_laid_out_as_those_of_the_sizes(one_b):
     layout = LayoutSpec(strategy="hybrid", replicate=2, shard=4)
     ours = find_units(one_b, layout, "bf16", layers=16)
-    theirs = find_units(_decoder(ONE_B), layout, "bf16", layers=16)
+    theirs = find_units(decoder_shape(ONE_B), layout, "bf16", layers=16)
     assert [u.numel for u in ours] == [u.numel for u in theirs]
     assert [u.name for u in ours][:3] == ["(root)", "embed_tokens", "layers.0"]
     assert [u.kind for u in ours] == [u.kind for u in theirs]
@@ -150,7 +150,7 @@ def test_units_are_laid_out_as_those_of_the_sizes(one_b):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 def test_memory_and_bytes_agree_with_the_sizes_and_time_nearly(one_b, strategy):
-    ours, theirs = predictions(one_b, _decoder(ONE_B), 2048, strategy)
+    ours, theirs = predictions(one_b, decoder_shape(ONE_B), 2048, strategy)
     assert ours.sent_bytes == theirs.sent_bytes
     state = ("parameter_shards", "parameter_slots", "optimizer_state", "gradient_shards")
     for name in state:
@@ -168,7 +168,7 @@ def test_micro_batches_scale_what_one_sample_said():
         block_of(large).trace.saved_bytes,
         rel=0.02,  # the table of rotations is there once
     )
-    one, other = (predictions(traced, _decoder(TINY), 128)[0] for traced in (small, large))
+    one, other = (predictions(traced, decoder_shape(TINY), 128)[0] for traced in (small, large))
     assert one.step_s == pytest.approx(other.step_s, rel=0.02)
     assert one.memory.peak_bytes == pytest.approx(other.memory.peak_bytes, rel=0.02)
 
@@ -186,7 +186,7 @@ def test_frozen_parameters_cost_forward_only_and_hold_no_state():
     assert block_of(part).trace.backward_product_flops == pytest.approx(
         block_of(whole).trace.backward_product_flops / 2
     )
-    held = [predictions(traced, _decoder(TINY), 128)[0].memory for traced in (whole, part)]
+    held = [predictions(traced, decoder_shape(TINY), 128)[0].memory for traced in (whole, part)]
     assert held[1].categories["gradient_buffers"] < held[0].categories["gradient_buffers"]
     assert held[1].categories["optimizer_state"] < held[0].categories["optimizer_state"]
 
@@ -265,6 +265,50 @@ def test_a_sample_that_returns_its_loss_needs_no_assumption():
     traced = trace_model(on_meta(lambda: Decoder(TINY)), ((ids, ids), {}))
     assert traced.output_numel == 0
     assert traced.assumptions == ()
+
+
+class WithLoss(nn.Module):
+    """Returns its loss and, as transformers' models do, the logits beside it."""
+
+    def __init__(self, returns_logits):
+        super().__init__()
+        self.decoder = Decoder(TINY)
+        self.returns_logits = returns_logits
+
+    def forward(self, ids):
+        logits = self.decoder(ids)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+        return {"loss": loss, "logits": logits} if self.returns_logits else loss
+
+
+def test_a_loss_is_charged_once_whatever_comes_beside_it():
+    alone, beside = (trace_model(on_meta(lambda r=r: WithLoss(r)), tokens()) for r in (False, True))
+    assert beside.output_numel == 0
+    assert beside.assumptions == ()
+    assert beside.has_root_head
+    assert [unit.trace for unit in beside.units] == [unit.trace for unit in alone.units]
+    one, other = (predictions(traced, decoder_shape(TINY), 128)[0] for traced in (alone, beside))
+    assert other.step_s == one.step_s
+    assert other.memory.categories == one.memory.categories
+    assert "logits_and_loss" not in other.memory.categories
+
+
+def test_a_transformers_model_called_with_labels_is_charged_its_loss_once():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+    )
+    model = on_meta(lambda: transformers.LlamaForCausalLM(config))
+    ids = torch.zeros(2, 128, dtype=torch.long)
+    given = {"input_ids": ids, "use_cache": False}
+    bare = trace_model(model, lambda: ((), given))
+    labelled = trace_model(model, lambda: ((), {**given, "labels": ids}))
+    assert bare.output_numel == 2 * 128 * 512
+    assert labelled.output_numel == 0
 
 
 # --- what can't be traced ------------------------------------------------------------------------

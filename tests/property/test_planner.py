@@ -50,7 +50,7 @@ def jobs(draw: st.DrawFn, strategies: list[str] = NAMES) -> Job:
         micro_batch=draw(st.integers(1, 4)),
         accumulation=draw(st.integers(1, 5)),
         checkpointing=draw(
-            st.sampled_from(["none", "elementwise", "selective", "alternate", "full"])
+            st.sampled_from(["none", "selective", "half_products", "alternate", "full"])
         ),
         precision=PrecisionSpec(reduce=draw(st.sampled_from(["fp32", "bf16"]))),
         software=SoftwareSpec(

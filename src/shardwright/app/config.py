@@ -213,7 +213,9 @@ class RunSection(Section):
     """What a run reports and leaves behind."""
 
     out: str | None = Field(
-        default=None, description="run folder; default: runs/<preset>-<strategy>-<date>-<time>"
+        default=None,
+        min_length=1,
+        description="run folder; default: runs/<preset>-<strategy>-<date>-<time>",
     )
     log_every: int = Field(default=10, gt=0, description="steps between printed lines")
     prompt: str = Field(default="def ", min_length=1, description="start of the sample text")

@@ -42,6 +42,10 @@ STDLIB_SKIPPED = frozenset(
 )
 """Folders of the standard library left out: foreign packages, tests, demos, bare tables."""
 
+_MOST_REPLACED = 0.3
+"""Share of a text's characters that may stand for bytes that are no UTF-8; no language in another
+encoding stays below it that doesn't use mostly ASCII."""
+
 _GLOB_CHARACTERS = frozenset("*?[")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -102,7 +106,13 @@ def find_documents(paths: Sequence[str]) -> list[Path]:
         return _stdlib_documents()
     found: dict[Path, Path] = {}
     for path in paths:
-        for document in _expand(path):
+        try:
+            documents = _expand(path)
+        except OSError as error:
+            raise DataError(
+                f"data path {path!r} must be readable; found: {error.strerror}; check the path"
+            ) from error
+        for document in documents:
             found.setdefault(document.resolve(), document)
     return list(found.values())
 
@@ -121,16 +131,16 @@ def load_corpus(
         documents: The files, in order.
         tokenizer: Turns each file's text into ids; files are joined without a separator.
         max_bytes: Stop after this many bytes of files, cutting the last file; None reads all.
-        bad_bytes: For bytes that are not UTF-8: `"error"` raises, `"replace"` puts U+FFFD,
-            `"skip"` leaves the whole file out.
+        bad_bytes: For bytes that are not UTF-8: `"error"` raises, `"replace"` puts U+FFFD where
+            these are few, `"skip"` leaves the whole file out; a binary file, too.
         validation_fraction: Share of the tokens, from the end, kept for validation.
 
     Returns:
         The corpus; its counts say what was replaced or left out.
 
     Raises:
-        DataError: If a file can't be read, holds bad bytes where these are errors, or all files
-            together hold no text.
+        DataError: If a file can't be read, is binary, holds bad bytes where these are errors, or
+            all files together hold no text.
     """
     pieces: list[NDArray[np.unsignedinteger]] = []
     num_text_bytes = num_bad_documents = num_bad_sequences = 0
@@ -253,14 +263,27 @@ def _whole_characters(raw: bytes) -> bytes:
 
 def _decode(path: Path, raw: bytes, bad_bytes: BadBytes) -> tuple[str | None, int]:
     """Decode one file: its text (None to leave it out) and the number of bad sequences."""
+    num_bad = 0
     try:
-        return raw.decode("utf-8"), 0
+        text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         if bad_bytes == "error":
             raise DataError(
                 f"data must be UTF-8 text; {str(path)!r} holds other bytes, first at byte "
                 f"{error.start}; convert the file, or set data.bad_bytes to 'replace' or 'skip'"
             ) from error
-    text = raw.decode("utf-8", errors="replace")
-    num_bad = text.count(_REPLACEMENT) - raw.count(_REPLACEMENT.encode())
-    return (None if bad_bytes == "skip" else text), num_bad
+        text = raw.decode("utf-8", errors="replace")
+        num_bad = text.count(_REPLACEMENT) - raw.count(_REPLACEMENT.encode())
+    found = ""
+    if "\0" in text:
+        found = f"a zero byte, at {raw.index(0)}"
+    elif num_bad > _MOST_REPLACED * len(text):
+        found = f"{num_bad:,} of {len(text):,} characters that are no UTF-8"
+    if bad_bytes == "skip" and (num_bad or found):
+        return None, max(num_bad, 1)
+    if found:
+        raise DataError(
+            f"data must be text; {str(path)!r} holds {found}: it is binary, or text in another "
+            "encoding; convert it, name other files, or set data.bad_bytes to 'skip'"
+        )
+    return text, num_bad

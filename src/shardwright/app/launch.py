@@ -143,9 +143,8 @@ def _choose_start(
             if can_import_main:
                 raise SpecError(
                     f"launch needs a function at the top level of a module, and arguments that "
-                    f"pickle takes; found {fn!r}: {error}; move it there, or pass "
-                    f"start_method='fork'"
-                ) from error
+                    f"pickle takes; found {fn!r}: {error}; change that, or pass start_method='fork'"
+                ) from None
         else:
             if can_import_main or not packed.needs_main:
                 return "spawn", packed

@@ -32,7 +32,7 @@ class RunOutput:
             is_silent: This rank neither prints nor writes.
 
         Raises:
-            SpecError: The run folder is in use or can't be written.
+            RunFolderError: The run folder is in use or can't be written.
         """
         self._folder = None if is_silent else RunFolder(config)
         self._console = Console(force_terminal=False, quiet=True) if is_silent else Console()

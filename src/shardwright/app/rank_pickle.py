@@ -89,11 +89,15 @@ def pack(obj: Any) -> Packed:
         The bytes.
 
     Raises:
-        Exception: Whatever pickling raises, e.g. for a lambda.
+        TypeError: Containers are nested deeper than pickle can follow.
+        Exception: Whatever else pickling raises, e.g. for a lambda.
     """
     buffer = io.BytesIO()
     pickler = _RankPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-    pickler.dump(obj)
+    try:
+        pickler.dump(obj)
+    except RecursionError:
+        raise TypeError("containers in it are nested too deeply for pickle") from None
     packed = Packed(buffer.getvalue())
     packed.needs_main = pickler.needs_main
     return packed

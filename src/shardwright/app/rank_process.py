@@ -136,7 +136,7 @@ def _pack_result(result: Any) -> bytes:
             f"a rank must return what pickle takes (numbers, strings, arrays, tensors and "
             f"containers of them); found a {type(result).__name__} that doesn't travel: {error}; "
             f"return the part you need"
-        ) from error
+        ) from None
 
 
 def die_with(parent_pid: int) -> None:

@@ -1,4 +1,4 @@
-"""The few words data ranks exchange outside the engine: losses, a wish to stop, a check of data.
+"""The few words data ranks exchange outside the engine: losses, a wish to stop, what is wrong.
 
 One small reduction per step; the ledger, which accounts for the engine, doesn't count it.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwright.core.errors import RankMismatchError
-from shardwright.runtime.transport.control import gather_stack, sum_over
+from shardwright.runtime.transport.control import gather_objects, gather_stack, sum_over
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +47,17 @@ class DataRanks:
             return list(values)
         packed = torch.tensor(values, dtype=torch.float64, device=self._device)
         return [float(value) for value in sum_over(packed, self._axis).tolist()]
+
+    def gather(self, text: str) -> list[str]:
+        """Collect a text from every rank. Collective.
+
+        Args:
+            text: This rank's.
+
+        Returns:
+            All of them in rank order, on every rank.
+        """
+        return gather_objects(self._axis, text)
 
     def require_equal(self, what: str, fingerprint: str, remedy: str) -> None:
         """Raise on all ranks unless all have the same fingerprint. Collective.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,25 +22,46 @@ if TYPE_CHECKING:
 
     from shardwright.app.config import Config
 
-__all__ = ["METRICS", "RunFolder", "require_unused"]
+__all__ = ["METRICS", "RUNS", "RunFolder", "RunFolderError", "require_unused"]
 
 CONFIG, METRICS, SUMMARY = "config.toml", "metrics.jsonl", "summary.json"
 
+RUNS = Path("runs")
+"""Where folders are made that nobody names."""
+
+
+class RunFolderError(SpecError):
+    """The run folder is in use or can't be written; raised on all ranks alike."""
+
 
 def require_unused(folder: Path) -> None:
-    """Refuse a folder that another run has written to.
+    """Refuse a folder that another run has written to, or that can't be made.
 
     Args:
         folder: May not exist yet.
 
     Raises:
-        SpecError: The folder holds metrics, or is a file.
+        RunFolderError: The folder holds metrics, is a file, or lies where nothing can be written.
     """
-    if (folder / METRICS).exists() or folder.is_file():
-        raise SpecError(
-            f"run.out must be a new or empty folder; found the files of a run in {str(folder)!r}; "
-            f"choose another, or remove it"
-        )
+    try:
+        if (folder / METRICS).exists():
+            raise RunFolderError(
+                f"run.out must be a new or empty folder; found the files of a run in "
+                f"{str(folder)!r}; choose another, or remove it"
+            )
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        raise _unwritable(folder, error.strerror) from error
+    if not there.is_dir():
+        raise _unwritable(folder, f"{str(there)!r} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _unwritable(folder, f"no permission to write in {str(there)!r}")
+
+
+def _unwritable(folder: Path, found: str | None) -> RunFolderError:
+    return RunFolderError(
+        f"run folder {str(folder)!r} must be writable; found: {found}; set run.out to another"
+    )
 
 
 class RunFolder:
@@ -52,7 +74,7 @@ class RunFolder:
             config: Resolved; `run.out` names the folder, or a name is made from the time.
 
         Raises:
-            SpecError: The folder is in use or can't be written.
+            RunFolderError: The folder is in use or can't be written.
         """
         self.path = Path(config.run.out) if config.run.out else _new_name(config)
         require_unused(self.path)
@@ -62,10 +84,7 @@ class RunFolder:
             (self.path / CONFIG).write_text(to_toml(named), encoding="utf-8")
             self._metrics = (self.path / METRICS).open("w", encoding="utf-8")
         except OSError as error:
-            raise SpecError(
-                f"run folder {str(self.path)!r} must be writable; found: {error.strerror}; set "
-                f"run.out to another"
-            ) from error
+            raise _unwritable(self.path, error.strerror) from error
 
     def __enter__(self) -> RunFolder:
         return self
@@ -92,7 +111,7 @@ class RunFolder:
 
 def _new_name(config: Config) -> Path:
     moment = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
-    base = Path("runs") / f"{config.model.preset}-{config.parallel.strategy}-{moment}"
+    base = RUNS / f"{config.model.preset}-{config.parallel.strategy}-{moment}"
     name, attempt = base, 1
     while name.exists():
         attempt += 1

@@ -1,14 +1,14 @@
 """A `Config` from a TOML file and command-line flags, with one plain line per mistake.
 
-Later sources win: defaults, the preset's recommendations, the file, flags, `--set`. The command
-line calls `load_config`; `to_toml` writes a configuration back so that it can be run again.
+Later sources win: defaults, the preset's recommendations, the file, then flags and `--set`, which
+may not both set a key. The command line calls `load_config`; `to_toml` writes a configuration back
+so that it can be run again.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-import tomllib
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from shardwright.app.config import Config
 from shardwright.app.presets import RECOMMENDED
 from shardwright.core.errors import SpecError, nearest
+from shardwright.planner.text_files import parse_toml
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -44,8 +45,12 @@ def load_config(
     """
     given: Sections = {} if file is None else read_toml(file)
     merge(given, flags)
+    assigned: set[tuple[str, str]] = set()
     for assignment in assignments:
         section, key, value = parse_assignment(assignment)
+        if (section, key) in assigned or flags.get(section, {}).get(key) is not None:
+            raise SpecError(f"--set {assignment} sets {section}.{key} a second time; drop one")
+        assigned.add((section, key))
         given.setdefault(section, {})[key] = value
     try:
         return Config.model_validate(_with_recommended(given))
@@ -67,13 +72,13 @@ def read_toml(file: Path) -> Sections:
         SpecError: If the file is missing, is no TOML or has keys outside sections.
     """
     try:
-        document = tomllib.loads(file.read_text(encoding="utf-8"))
+        document = parse_toml(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SpecError(
             f"configuration {str(file)!r} must be a readable file; found: {error.strerror}; "
             f"check the path"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise SpecError(
             f"configuration {str(file)!r} must be valid TOML; found: {error}; correct the file"
         ) from error
@@ -110,8 +115,8 @@ def parse_assignment(text: str) -> tuple[str, str, Any]:
             f"--set takes section.key=value; found {text!r}; write for instance --set train.lr=1e-3"
         )
     try:
-        parsed = tomllib.loads(f"value = {raw}")
-    except tomllib.TOMLDecodeError:
+        parsed = parse_toml(f"value = {raw}")
+    except ValueError:
         return section, key, raw
     return section, key, parsed["value"] if len(parsed) == 1 else raw
 
@@ -159,7 +164,7 @@ def _describe(details: ErrorDetails) -> str:
     if details["type"] == "value_error":  # our own: already a full sentence
         return f"{name}: {message}" if len(location) > 1 else message
     wanted = message.replace("Input should be", "must be").replace("List should", "must")
-    wanted = wanted.replace(" after validation", "")
+    wanted = wanted.replace(" after validation", "").replace("String should", "must")
     return f"{name} {wanted}; found {found!r}; it is: {_description(location)}"
 
 

@@ -121,7 +121,7 @@ def trace_model(
             for unit, trace in zip(found, traces, strict=True)
         ),
         param=param,
-        output_numel=sum(t.numel() for t in calls.output if t.dim() > 0),
+        output_numel=sum(t.numel() for t in calls.output if t.numel() > 1),
         has_root_head=_computes_output(found, calls.by_unit, calls.output),
         assumptions=_assumptions(calls),
     )
@@ -237,9 +237,15 @@ def _watch_calls(
             handle.remove()
     return _Calls(
         by_unit=calls,
-        output=[t for t in calls[0].outputs if t.is_floating_point()],
+        output=_trained_on(calls[0].outputs),
         num_assumed=stand_ins.num_assumed,
     )
+
+
+def _trained_on(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What backward starts from: the loss where the module returns one, else all it returns."""
+    found = [t for t in outputs if t.is_floating_point()]
+    return [t for t in found if t.numel() == 1 and t.requires_grad] or found
 
 
 def _assumptions(calls: _Calls) -> tuple[str, ...]:
@@ -249,7 +255,7 @@ def _assumptions(calls: _Calls) -> tuple[str, ...]:
             f"{calls.num_assumed} conditions on values of the sample were taken as in a batch "
             "without padding"
         )
-    if any(t.dim() for t in calls.output):
+    if any(t.numel() > 1 for t in calls.output):
         found.append(
             "what the module returns is taken into a cross-entropy; have the sample make it return "
             "its loss to count its own"
@@ -403,7 +409,13 @@ class _Tracer:
         if key not in self.known:
             unit = self.units[index]
             with _errors_named(f"unit {unit.name!r} ({type(unit.module).__name__})"):
-                self.known[key] = _count(unit.module, call, self.shared, uses_flash=self.uses_flash)
+                self.known[key] = _count(
+                    unit.module,
+                    call,
+                    self.shared,
+                    uses_flash=self.uses_flash,
+                    is_root=unit.parent is None,
+                )
         return self.known[key]
 
     def _kind(self, index: int, call: _Call) -> tuple[Any, ...]:
@@ -421,7 +433,9 @@ class _Tracer:
         )
 
 
-def _count(module: nn.Module, call: _Call, shared: set[int], *, uses_flash: bool) -> _Counts:
+def _count(
+    module: nn.Module, call: _Call, shared: set[int], *, uses_flash: bool, is_root: bool
+) -> _Counts:
     """Run a module forward and backward on the meta device and count."""
     given = {
         id(t): t.detach().requires_grad_(t.requires_grad)
@@ -441,7 +455,8 @@ def _count(module: nn.Module, call: _Call, shared: set[int], *, uses_flash: bool
     with FlopCounterMode(display=False), watcher, attention:
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             output = module(*args, **kwargs)
-        ends = [t for t in _tensors(output) if t.requires_grad]
+        made = _trained_on(_tensors(output)) if is_root else _tensors(output)
+        ends = [t for t in made if t.requires_grad]
         watcher.is_forward = False
         with FlopCounterMode(display=False) as flops:
             if ends:

@@ -21,6 +21,7 @@ from shardwright.app.output import RunOutput
 from shardwright.app.progress import StepRecord
 from shardwright.app.ranks import DataRanks
 from shardwright.app.report import verdict
+from shardwright.app.run_folder import RunFolderError
 from shardwright.app.tokenizer import load_tokenizer
 from shardwright.app.trainer import Trainer
 from shardwright.core.errors import ShardwrightError
@@ -83,14 +84,15 @@ def train(config: Config) -> TrainResult:
     Raises:
         NonFiniteError: The loss or the gradient norm is infinite or not a number.
         DataError: The data is missing or too short.
-        SpecError: The run folder is in use, or the configuration isn't resolved.
+        RunFolderError: The run folder is in use or can't be written.
+        SpecError: The configuration isn't resolved.
     """
     mesh = sw.init_mesh(replicate=config.parallel.replicate, shard=config.parallel.shard)
     ranks = DataRanks(mesh)
     tokenizer = load_tokenizer(config.data.tokenizer)
     corpus = _load_data(config, tokenizer, ranks)
     trainer = Trainer(config, mesh=mesh, ranks=ranks, tokenizer=tokenizer, corpus=corpus)
-    with StopRequest() as stop, RunOutput(config, is_silent=ranks.rank != 0) as output:
+    with StopRequest() as stop, _open_output(config, ranks) as output:
         for line in _introduction(config, trainer, corpus):
             output.print(line)
         result = _run_steps(config, trainer, stop, output, num_ranks=ranks.size)
@@ -125,8 +127,22 @@ def train_rank(config: Config) -> TrainResult | ShardwrightError:
     """
     try:
         return train(config)
-    except (NonFiniteError, DataError) as error:
+    except (NonFiniteError, DataError, RunFolderError) as error:
         return error
+
+
+def _open_output(config: Config, ranks: DataRanks) -> RunOutput:
+    """Open the output of each rank, or raise on all alike what is wrong with the first's folder."""
+    output, problem = None, ""
+    try:
+        output = RunOutput(config, is_silent=ranks.rank != 0)
+    except RunFolderError as error:
+        problem = str(error)
+    for found in ranks.gather(problem):
+        if found:
+            raise RunFolderError(found)
+    assert output is not None, "it is there where nothing was wrong"
+    return output
 
 
 def _load_data(config: Config, tokenizer: Tokenizer, ranks: DataRanks) -> Corpus:

@@ -1,12 +1,13 @@
 """Compare the planner with published measurements: read tables, predict, report.
 
-The tables' formats are those of the project's own copies in `tests/planner/data`. Speeds are judged
-with efficiencies fitted without the family of the row's source.
+`planner/columns.py` says what a table holds. Speeds are judged with efficiencies fitted without the
+family of the row's source.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from shardwright.app.measured_table import read_table
 from shardwright.core.errors import SpecError
 from shardwright.planner.accuracy import (
     Judged,
@@ -25,6 +27,8 @@ from shardwright.planner.accuracy import (
     percentile,
     summarise,
 )
+from shardwright.planner.columns import FIT, MEMORY, SPEEDS
+from shardwright.planner.text_files import write_text
 from shardwright.planner.validate import (
     MemoryResult,
     RowResult,
@@ -51,11 +55,19 @@ _NUM_WORST = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Predictions of up to three tables."""
+    """Predictions of up to three tables.
+
+    Attributes:
+        speeds: Of the table of speeds.
+        memory: Of the table of memory.
+        fit: Of the table of what ran.
+        notes: What in the tables was not read.
+    """
 
     speeds: list[RowResult]
     memory: list[MemoryResult]
     fit: list[MemoryResult]
+    notes: tuple[str, ...]
 
 
 def make_report(speeds: Path | None, memory: Path | None, fit: Path | None) -> Report:
@@ -68,41 +80,33 @@ def make_report(speeds: Path | None, memory: Path | None, fit: Path | None) -> R
         raise SpecError(
             "expected a table of measurements, found none; give ROWS.csv, --memory or --fit"
         )
-    speed_rows = _read(speeds, ("id", "source", "gpu", "n_gpus", "strategy")) if speeds else []
-    memory_rows = _read(memory, ("id", "what", "strategy", "value_gb")) if memory else []
-    fit_rows = _read(fit, ("id", "model", "gpu", "outcome", "strategy")) if fit else []
+    tables = [
+        read_table(path, columns)
+        for path, columns in ((speeds, SPEEDS), (memory, MEMORY), (fit, FIT))
+    ]
+    speed_rows, memory_rows, fit_rows = (table.rows for table in tables)
     return Report(
         speeds=predict_rows(speed_rows),
         memory=predict_memory_rows(memory_rows, speed_rows),
         fit=predict_fit_rows(fit_rows),
+        notes=tuple(table.note for table in tables if table.note),
     )
 
 
-def _read(path: Path, needed: Sequence[str]) -> list[dict[str, str]]:
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = [{k: v or "" for k, v in row.items() if k} for row in csv.DictReader(file)]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise SpecError(f"can't read the table {path}: {error}") from error
-    if not rows:
-        raise SpecError(f"the table {path} has no rows")
-    missing = [column for column in needed if column not in rows[0]]
-    if missing:
-        raise SpecError(
-            f"the table {path} lacks the columns {', '.join(missing)}; it has {', '.join(rows[0])}"
-        )
-    return rows
-
-
 def write_rows(report: Report, path: Path) -> None:
-    """Write one line per row; a row that can't be predicted has its reason under warnings."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ROW_COLUMNS)
-        writer.writeheader()
-        for result in report.speeds:
-            writer.writerow(_speed_line(result))
-        for found in (*report.memory, *report.fit):
-            writer.writerow(_memory_line(found))
+    """Write one line per row; a row that can't be predicted has its reason under warnings.
+
+    Raises:
+        SpecError: The file can't be written.
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ROW_COLUMNS)
+    writer.writeheader()
+    for result in report.speeds:
+        writer.writerow(_speed_line(result))
+    for found in (*report.memory, *report.fit):
+        writer.writerow(_memory_line(found))
+    write_text(path, text.getvalue(), "table of predictions")
 
 
 def _speed_line(result: RowResult) -> dict[str, str]:
@@ -129,7 +133,7 @@ def _memory_line(result: MemoryResult) -> dict[str, str]:
     span = f"between {found.low_gib:.1f} and {found.high_gib:.1f} GiB"
     return {
         **line,
-        "peak_mem_gib": f"{found.estimate.peak_gib:.4g}",
+        "peak_mem_gib": f"{found.shown_gib:.4g}",
         "fits": str(found.fits).lower(),
         "warnings": "; ".join((span, *found.assumptions)),
     }
@@ -137,7 +141,7 @@ def _memory_line(result: MemoryResult) -> dict[str, str]:
 
 def as_json(report: Report) -> dict[str, Any]:
     """The report as plain data."""
-    document: dict[str, Any] = {}
+    document: dict[str, Any] = {"notes": list(report.notes)}
     if report.speeds:
         document["speed"] = _speed_json(report.speeds)
     if report.memory:
@@ -192,7 +196,7 @@ def _reasons(results: Sequence[RowResult] | Sequence[MemoryResult]) -> list[dict
 
 def _peak_errors(results: Sequence[MemoryResult]) -> list[float]:
     return [
-        abs(r.found.estimate.peak_gib / r.measured_gib - 1)
+        abs(r.found.shown_gib / r.measured_gib - 1)
         for r in results
         if r.found is not None and r.measured_gib
     ]
@@ -236,6 +240,8 @@ def _share(results: Sequence[MemoryResult], holds: Any) -> float | None:
 
 def print_report(console: Console, report: Report) -> None:
     """Print the report for people."""
+    for note in report.notes:
+        console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
     if report.speeds:
         _print_speeds(console, report.speeds)
     if report.memory:
@@ -276,7 +282,7 @@ def _print_speeds(console: Console, results: Sequence[RowResult]) -> None:
             "  worst: " + ", ".join(f"{row.row_id} {row.error:+.0%}" for row in _worst(rows)),
             soft_wrap=True,
         )
-    console.print(f"\nPredicted {len(data)} of {num_data} dense 16-bit data-parallel rows.")
+    console.print(f"\n  Predicted {len(data)} of {num_data} dense 16-bit data-parallel rows.")
     _print_reasons(console, results)
 
 
@@ -322,12 +328,14 @@ def _print_reasons(console: Console, results: Sequence[RowResult] | Sequence[Mem
     for entry in _reasons(results):
         counts[entry["reason"]] += 1
         ids[entry["reason"]].append(entry["id"])
-    if not counts:
-        return
-    console.print(f"  Not predicted: {sum(counts.values())} rows")
+    num_missing = sum(counts.values())
+    others = "; the others, with --json or --rows-out one by one:" if counts else "."
+    console.print(f"  Predicted {len(results) - num_missing} of {len(results)} rows{others}")
     for reason, count in counts.most_common():
         shown = ", ".join(ids[reason][:4]) + (", ..." if count > 4 else "")
-        console.print(f"    {count:3d}  {reason} ({shown})", soft_wrap=True, highlight=False)
+        console.print(
+            f"    {count:3d}  {reason} ({shown})", soft_wrap=True, highlight=False, markup=False
+        )
 
 
 def _percent(share: float | None) -> str:

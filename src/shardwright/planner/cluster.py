@@ -11,7 +11,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from shardwright.core.errors import SpecError, nearest
-from shardwright.planner.checks import require_non_negative, require_positive
+from shardwright.planner.checks import (
+    require_non_negative,
+    require_positive,
+    require_type,
+    require_types,
+)
 from shardwright.planner.device import DeviceSpec, find_device
 
 __all__ = ["NETWORKS", "ClusterSpec", "LinkSpec", "make_cluster"]
@@ -53,6 +58,7 @@ class LinkSpec:
 
     def __post_init__(self) -> None:
         owner = f"link {self.kind!r}"
+        require_types(owner, self)
         if self.kind not in LINE_RATE_GBPS:
             raise SpecError(
                 f"unknown link kind {self.kind!r}; {nearest(self.kind, LINE_RATE_GBPS)}"
@@ -94,8 +100,10 @@ class ClusterSpec:
     is_network_assumed: bool = False
 
     def __post_init__(self) -> None:
+        owner = f"cluster {self.name!r}"
+        require_types(owner, self)
         require_positive(
-            f"cluster {self.name!r}",
+            owner,
             num_nodes=self.num_nodes,
             devices_per_node=self.devices_per_node,
             num_nics=self.num_nics,
@@ -179,14 +187,18 @@ def make_cluster(
         SpecError: A name is unknown, or the devices don't fill nodes.
     """
     found = find_device(device) if isinstance(device, str) else device
-    require_positive("cluster", num_devices=num_devices, devices_per_node=devices_per_node)
+    counts = {"num_devices": num_devices, "devices_per_node": devices_per_node}
+    for count, value in counts.items():
+        require_type("cluster", count, value, "int")
+    require_positive("cluster", **counts)
     per_node = min(devices_per_node, num_devices)
     if num_devices % per_node:
         raise SpecError(
             f"cluster: devices must fill nodes, found {num_devices} devices and "
             f"{per_node} per node; use a multiple of {per_node}"
         )
-    chosen = network or _USUAL_NETWORK.get(found.family, "100g-roce")
+    usual = _USUAL_NETWORK.get(found.family, "100g-roce")
+    chosen = usual if network is None else network
     if chosen not in NETWORKS:
         raise SpecError(f"unknown network {chosen!r}; {nearest(chosen, NETWORKS)}")
     num_nics, outer = NETWORKS[chosen]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from shardwright.core.errors import SpecError, nearest
-from shardwright.planner.checks import require_positive
+from shardwright.planner.checks import require_non_negative, require_positive, require_types
 
 __all__ = ["DEVICES", "DeviceSpec", "find_device"]
 
@@ -57,8 +57,11 @@ class DeviceSpec:
     source: str
 
     def __post_init__(self) -> None:
+        owner = f"device {self.name!r}"
+        require_types(owner, self)
+        require_non_negative(owner, fp8_tflops=self.fp8_tflops, fp4_tflops=self.fp4_tflops)
         require_positive(
-            f"device {self.name!r}",
+            owner,
             memory_gib=self.memory_gib,
             memory_gbps=self.memory_gbps,
             bf16_tflops=self.bf16_tflops,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardwright.planner.job import Job
 from shardwright.planner.memory import GIB
 from shardwright.planner.predict import Prediction
 
@@ -49,13 +50,12 @@ def explain(prediction: Prediction) -> tuple[Explanation, ...]:
 def _memory(prediction: Prediction) -> Explanation:
     job, memory = prediction.job, prediction.memory
     device = job.cluster.device
-    numel = job.model.num_parameters
-    ranks = job.layout.optimizer_degree
+    parts = {name: size / GIB for name, size in memory.categories.items()}
     return Explanation(
-        title=f"Memory of the fullest rank, at its peak ({memory.peak_at})",
-        total=memory.peak_gib,
+        title=f"Memory that the fullest rank needs, at its peak ({memory.peak_at})",
+        total=memory.needed_gib,
         unit="GiB",
-        parts={name: size / GIB for name, size in memory.categories.items()},
+        parts=parts | {"driver and libraries": memory.context_bytes / GIB},
         why="A job that needs one byte more than the device has does not run at all.",
         picture=(
             "A shelf of fixed boxes (masters, moments, shards, slots) that every step reuses, and "
@@ -65,17 +65,27 @@ def _memory(prediction: Prediction) -> Explanation:
             "1 parameter trained with Adam: 4 bytes of master, 8 of moments and 4 of gradient; on "
             "4 ranks that share them, 4 bytes each."
         ),
-        formula=(
-            f"optimizer state = 8 bytes x {numel:,} / {ranks} ranks = "
-            f"{8 * numel / ranks / GIB:.2f} GiB before padding and the tensor axis; it tends to 0 "
-            "as ranks grow, and then slots and activations remain."
-        ),
+        formula=_optimizer_state(job),
         sanity=(
-            f"The device shows {device.memory_gib:.1f} GiB, the libraries take "
-            f"{memory.context_bytes / GIB:.2f} outside the allocator: "
+            f"The device shows {device.memory_gib:.1f} GiB: "
             f"{'it fits' if prediction.fits else 'it does not fit'} with "
-            f"{device.memory_gib - memory.needed_gib:+.1f} GiB to spare."
+            f"{device.memory_gib - memory.needed_gib:+.1f} GiB to spare. The framework's own "
+            f"counter shows {memory.peak_gib:.1f} GiB, without the driver and libraries."
         ),
+    )
+
+
+def _optimizer_state(job: Job) -> str:
+    """The formula of the moments' bytes."""
+    optimizer, numel = job.workload.optimizer, job.model.num_parameters
+    if optimizer.is_offloaded:
+        return "optimizer state = 0: it lives in host memory."
+    each = optimizer.num_moments * job.workload.precision.item_bytes("state")
+    ranks = job.layout.optimizer_degree
+    return (
+        f"optimizer state = {each:g} bytes x {numel:,} / {ranks} ranks = "
+        f"{each * numel / ranks / GIB:.2f} GiB before padding and the tensor axis; it tends to 0 "
+        "as ranks grow, and then slots and activations remain."
     )
 
 
@@ -83,15 +93,16 @@ def _traffic(prediction: Prediction) -> Explanation:
     job = prediction.job
     layout = job.layout
     shards = layout.shard_degree
-    total = sum(prediction.sent_bytes.values()) / 1e9
+    sent_gb = {name: value / 1e9 for name, value in prediction.sent_bytes.items()}
+    over_shard = sum(value for name, value in sent_gb.items() if name.endswith(" over shard"))
     group = prediction.stage.shard_group
-    floor_s = total / group.gbps if shards > 1 else 0.0
+    floor_s = over_shard / group.gbps if shards > 1 else 0.0
     share = (shards - 1) / shards
     return Explanation(
-        title="Bytes a rank sends per step over its data axes",
-        total=total,
+        title="Bytes a rank sends per step",
+        total=sum(sent_gb.values()),
         unit="GB",
-        parts={name: value / 1e9 for name, value in prediction.sent_bytes.items()},
+        parts=sent_gb,
         why="Links are shared and slow beside memory; what can't hide behind computation is waited "
         "for.",
         picture=(
@@ -107,8 +118,8 @@ def _traffic(prediction: Prediction) -> Explanation:
             f"p x elements, whatever the number of ranks. {layout.resolved.summary}."
         ),
         sanity=(
-            f"At {group.gbps:.0f} GB/s over the shard axis all of it takes at least {floor_s:.2f} "
-            f"s of a step of {prediction.step_s:.2f} s."
+            f"The {over_shard:.1f} GB over the shard axis take at least {floor_s:.2f} s at "
+            f"{group.gbps:.0f} GB/s, of a step of {prediction.step_s:.2f} s."
         ),
     )
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwright.core.errors import SpecError, nearest
+from shardwright.planner.checks import require_positive, require_type
 from shardwright.planner.cluster import ClusterSpec, LinkSpec, make_cluster
 from shardwright.planner.device import DeviceSpec, find_device
 from shardwright.planner.huggingface import from_config
 from shardwright.planner.model import ModelSpec
 from shardwright.planner.model_presets import MODELS, find_model
+from shardwright.planner.text_files import read_document
 
-__all__ = ["cluster_from_table", "read_cluster", "read_document", "read_model"]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["cluster_from_table", "read_cluster", "read_model"]
+
+SpecT = TypeVar("SpecT", bound="DataclassInstance")
 
 _CLUSTER_KEYS = (
     "name",
@@ -31,22 +36,6 @@ _CLUSTER_KEYS = (
 )
 
 
-def read_document(path: Path) -> dict[str, Any]:
-    """Read a TOML or JSON file, by its ending.
-
-    Raises:
-        SpecError: It can't be read or parsed.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        found = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise SpecError(f"can't read {path}: {error}") from error
-    if not isinstance(found, dict):
-        raise SpecError(f"{path} must hold a table of settings, found {type(found).__name__}")
-    return found
-
-
 def read_model(source: str) -> ModelSpec:
     """Read a model: a preset's name, a Hugging Face `config.json`, or sizes in TOML or JSON.
 
@@ -57,19 +46,16 @@ def read_model(source: str) -> ModelSpec:
         SpecError: The name is unknown, or the file can't be understood.
     """
     path = Path(source)
-    if source.lower() in MODELS or not path.exists():
+    is_path = len(path.parts) > 1 or path.suffix in (".json", ".toml") or _exists(path)
+    if source.lower() in MODELS or not is_path:
         return find_model(source)
     if path.is_dir():
         path = path / "config.json"
-    found = read_document(path)
+    found = read_document(path, "model file")
     if "model_type" in found:
         return from_config(found)
-    table = found.get("model", found)
-    _refuse_unknown(table, tuple(f.name for f in fields(ModelSpec)), f"model in {path}")
-    try:
-        return ModelSpec(**{"name": path.stem, **table})
-    except TypeError as error:
-        raise SpecError(f"model in {path}: {error}") from error
+    table = _section(found, "model", f"model file {str(path)!r}")
+    return _build(ModelSpec, table, f"model in {path}", name=path.stem)
 
 
 def read_cluster(path: Path) -> ClusterSpec:
@@ -78,8 +64,30 @@ def read_cluster(path: Path) -> ClusterSpec:
     Raises:
         SpecError: The file can't be understood.
     """
-    found = read_document(path)
-    return cluster_from_table(found.get("cluster", found), f"cluster in {path}")
+    found = read_document(path, "cluster file")
+    return cluster_from_table(
+        _section(found, "cluster", f"cluster file {str(path)!r}"), f"cluster in {path}"
+    )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # too long for a name of a file
+        return False
+
+
+def _section(found: Mapping[str, Any], name: str, where: str) -> Any:
+    """The section of that name, or all where there is none; keys beside a section are refused."""
+    if name not in found:
+        return found
+    others = sorted(set(found) - {name})
+    if others:
+        raise SpecError(
+            f"{where}: found {', '.join(map(repr, others))} beside the section [{name}]; move "
+            "them into it, or drop them"
+        )
+    return found[name]
 
 
 def cluster_from_table(table: Mapping[str, Any], where: str) -> ClusterSpec:
@@ -92,15 +100,31 @@ def cluster_from_table(table: Mapping[str, Any], where: str) -> ClusterSpec:
         where: For messages.
 
     Raises:
-        SpecError: A key is unknown or missing, or a value impossible.
+        SpecError: A key is unknown or missing, a value impossible, or two keys say the same.
     """
     _refuse_unknown(table, _CLUSTER_KEYS, where)
     for key in ("device", "num_nodes", "devices_per_node"):
         if key not in table:
             raise SpecError(f"{where} lacks {key!r}")
-    device = _device(table["device"], where)
+    for key, kind in (
+        ("num_nodes", "int"),
+        ("devices_per_node", "int"),
+        ("network", "str"),
+        ("uses_pcie", "bool"),
+        ("name", "str"),
+    ):
+        if key in table:
+            require_type(where, key, table[key], kind)
+    for first, second in (("network", "outer"), ("uses_pcie", "inner")):
+        if first in table and second in table:
+            raise SpecError(f"{where}: {first} and {second} describe the same link; drop one")
+    if "num_nics" in table and "outer" not in table:
+        raise SpecError(f"{where}: num_nics belongs to outer; give outer too, or network instead")
+    require_positive(
+        where, num_nodes=table["num_nodes"], devices_per_node=table["devices_per_node"]
+    )
     cluster = make_cluster(
-        device,
+        _device(table["device"], where),
         table["num_nodes"] * table["devices_per_node"],
         devices_per_node=table["devices_per_node"],
         network=table.get("network"),
@@ -109,13 +133,11 @@ def cluster_from_table(table: Mapping[str, Any], where: str) -> ClusterSpec:
     )
     changes: dict[str, Any] = {}
     if "inner" in table:
-        changes["inner"] = _link(table["inner"], f"inner link of {where}")
+        changes["inner"] = _build(LinkSpec, table["inner"], f"inner link of {where}")
     if "outer" in table:
-        changes["outer"] = _link(table["outer"], f"outer link of {where}")
+        changes["outer"] = _build(LinkSpec, table["outer"], f"outer link of {where}")
         changes["num_nics"] = table.get("num_nics", 1)
         changes["is_network_assumed"] = False
-    elif "num_nics" in table:
-        raise SpecError(f"{where}: num_nics belongs to outer; give outer too, or network instead")
     return ClusterSpec(
         **{f.name: changes.get(f.name, getattr(cluster, f.name)) for f in fields(ClusterSpec)}
     )
@@ -124,19 +146,19 @@ def cluster_from_table(table: Mapping[str, Any], where: str) -> ClusterSpec:
 def _device(value: Any, where: str) -> DeviceSpec:
     if isinstance(value, str):
         return find_device(value)
-    _refuse_unknown(value, tuple(f.name for f in fields(DeviceSpec)), f"device of {where}")
-    try:
-        return DeviceSpec(**{"family": value.get("name", ""), "source": where, **value})
-    except TypeError as error:
-        raise SpecError(f"device of {where}: {error}") from error
+    owner = f"device of {where}"
+    family = value.get("name", "") if isinstance(value, Mapping) else ""
+    return _build(DeviceSpec, value, owner, family=family, source=where)
 
 
-def _link(value: Mapping[str, Any], where: str) -> LinkSpec:
-    _refuse_unknown(value, tuple(f.name for f in fields(LinkSpec)), where)
-    try:
-        return LinkSpec(**value)
-    except TypeError as error:
-        raise SpecError(f"{where}: {error}") from error
+def _build(kind: type[SpecT], table: Any, where: str, **defaults: Any) -> SpecT:
+    """Build a description from a table, after naming what it doesn't know or lacks."""
+    _refuse_unknown(table, tuple(f.name for f in fields(kind)), where)
+    given = {**defaults, **table}
+    missing = [f.name for f in fields(kind) if f.default is MISSING and f.name not in given]
+    if missing:
+        raise SpecError(f"{where} lacks {', '.join(missing)}")
+    return kind(**given)
 
 
 def _refuse_unknown(table: Any, valid: tuple[str, ...], where: str) -> None:

@@ -11,14 +11,53 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwright.core.errors import SpecError, nearest
+from shardwright.planner.checks import require_positive, require_type
 from shardwright.planner.model import Activation, ModelSpec
 
 __all__ = ["ARCHITECTURES", "from_config"]
 
-_Config = Mapping[str, Any]
+
+class _Config:
+    """Fields of a configuration, each of one type; null stands for a field that isn't there.
+
+    Args:
+        fields: The file's content.
+        where: For messages.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], where: str) -> None:
+        self._fields = fields
+        self._where = where
+
+    def count(self, *names: str, default: int | None = None) -> int:
+        """A whole number above zero under the first of several names that is there."""
+        for name in names:
+            value = self._fields.get(name)
+            if value is not None:
+                require_type(self._where, name, value, "int")
+                require_positive(self._where, **{name: value})
+                return int(value)
+        if default is None:
+            raise SpecError(f"{self._where} lacks {names[0]!r}, which such models have")
+        return default
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """A truth value."""
+        value = self._fields.get(name)
+        if value is None:
+            return default
+        require_type(self._where, name, value, "bool")
+        return bool(value)
+
+    def section(self, name: str) -> _Config:
+        """A table inside; an empty one where there is none."""
+        value = self._fields.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise SpecError(f"{self._where}: {name} must be a table, found {value!r}")
+        return _Config(value or {}, f"{name} of {self._where}")
 
 
-def from_config(config: _Config, *, name: str = "") -> ModelSpec:
+def from_config(config: Mapping[str, Any], *, name: str = "") -> ModelSpec:
     """Read a configuration.
 
     Args:
@@ -28,37 +67,33 @@ def from_config(config: _Config, *, name: str = "") -> ModelSpec:
     Raises:
         SpecError: The architecture isn't a known dense decoder, or a field is missing.
     """
-    kind = str(config.get("model_type", "")).lower()
+    kind = str(config.get("model_type") or "nothing").lower()
     if kind not in ARCHITECTURES:
         raise SpecError(
-            f"config.json has model_type {kind or 'nothing'!r}, which is no dense decoder the "
+            f"config.json has model_type {kind!r}, which is no dense decoder the "
             f"planner knows; {nearest(kind, ARCHITECTURES)}. Give the sizes explicitly instead."
         )
     title = name or str(config.get("_name_or_path") or kind)
-    try:
-        return ModelSpec(name=title, family=kind, **ARCHITECTURES[kind](config))
-    except KeyError as error:
-        raise SpecError(
-            f"config.json of {title!r} lacks {error.args[0]!r}, which {kind} models have"
-        ) from error
+    read = _Config(config, f"config.json of {title!r}")
+    return ModelSpec(name=title, family=kind, **ARCHITECTURES[kind](read))
 
 
 def _llama_like(config: _Config, **other: Any) -> dict[str, Any]:
-    heads = config["num_attention_heads"]
-    has_bias = bool(config.get("attention_bias", False))
+    heads = config.count("num_attention_heads")
+    has_bias = config.flag("attention_bias", default=False)
     return {
-        "layers": config["num_hidden_layers"],
-        "hidden": config["hidden_size"],
+        "layers": config.count("num_hidden_layers"),
+        "hidden": config.count("hidden_size"),
         "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or 0,
-        "ffn_hidden": config["intermediate_size"],
-        "vocab": config["vocab_size"],
-        "tied": bool(config.get("tie_word_embeddings", False)),
-        "max_seq_len": config.get("max_position_embeddings", 0),
+        "kv_heads": config.count("num_key_value_heads", default=heads),
+        "head_dim": config.count("head_dim", default=0),
+        "ffn_hidden": config.count("intermediate_size"),
+        "vocab": config.count("vocab_size"),
+        "tied": config.flag("tie_word_embeddings", default=False),
+        "max_seq_len": config.count("max_position_embeddings", default=0),
         "qkv_bias": has_bias,
         "out_bias": has_bias,
-        "ffn_bias": bool(config.get("mlp_bias", False)),
+        "ffn_bias": config.flag("mlp_bias", default=False),
         **other,
     }
 
@@ -68,7 +103,7 @@ def _qwen2(config: _Config) -> dict[str, Any]:
 
 
 def _gemma2(config: _Config) -> dict[str, Any]:
-    tied = bool(config.get("tie_word_embeddings", True))
+    tied = config.flag("tie_word_embeddings", default=True)
     return _llama_like(config, activation="gelu", norms_per_block=4, tied=tied)
 
 
@@ -82,31 +117,33 @@ def _classic(config: _Config, **other: Any) -> dict[str, Any]:
         "qkv_bias": True,
         "out_bias": True,
         "ffn_bias": True,
-        "tied": bool(config.get("tie_word_embeddings", True)),
+        "tied": config.flag("tie_word_embeddings", default=True),
         **other,
     }
 
 
 def _gpt2(config: _Config) -> dict[str, Any]:
+    hidden, heads = config.count("n_embd"), config.count("n_head")
+    positions = config.count("n_positions")
     return _classic(
         config,
-        layers=config["n_layer"],
-        hidden=config["n_embd"],
-        heads=config["n_head"],
-        kv_heads=config["n_head"],
-        ffn_hidden=config.get("n_inner") or 4 * config["n_embd"],
-        vocab=config["vocab_size"],
+        layers=config.count("n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        ffn_hidden=config.count("n_inner", default=4 * hidden),
+        vocab=config.count("vocab_size"),
         positions="learned",
-        num_positions=config["n_positions"],
-        max_seq_len=config["n_positions"],
+        num_positions=positions,
+        max_seq_len=positions,
     )
 
 
 def _opt(config: _Config) -> dict[str, Any]:
-    hidden = config["hidden_size"]
-    if config.get("word_embed_proj_dim", hidden) != hidden or not config.get(
-        "do_layer_norm_before", True
-    ):
+    hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    positions = config.count("max_position_embeddings")
+    is_projected = config.count("word_embed_proj_dim", default=hidden) != hidden
+    if is_projected or not config.flag("do_layer_norm_before", default=True):
         raise SpecError(
             "OPT with projected embeddings or norms behind blocks (the 350m size) is not modelled; "
             "give the sizes explicitly"
@@ -114,53 +151,55 @@ def _opt(config: _Config) -> dict[str, Any]:
     activation: Activation = "relu"
     return _classic(
         config,
-        layers=config["num_hidden_layers"],
+        layers=config.count("num_hidden_layers"),
         hidden=hidden,
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_attention_heads"],
-        ffn_hidden=config["ffn_dim"],
-        vocab=config["vocab_size"],
+        heads=heads,
+        kv_heads=heads,
+        ffn_hidden=config.count("ffn_dim"),
+        vocab=config.count("vocab_size"),
         activation=activation,
         positions="learned",
-        num_positions=config["max_position_embeddings"] + 2,  # two rows for padding
-        max_seq_len=config["max_position_embeddings"],
+        num_positions=positions + 2,  # two rows for padding
+        max_seq_len=positions,
     )
 
 
 def _bloom(config: _Config) -> dict[str, Any]:
-    hidden = config.get("hidden_size") or config["n_embed"]
-    heads = config.get("n_head") or config["num_attention_heads"]
+    hidden = config.count("hidden_size", "n_embed")
+    heads = config.count("n_head", "num_attention_heads")
     return _classic(
         config,
-        layers=config.get("n_layer") or config["num_hidden_layers"],
+        layers=config.count("n_layer", "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
         ffn_hidden=4 * hidden,
-        vocab=config["vocab_size"],
+        vocab=config.count("vocab_size"),
         positions="alibi",
         embedding_norm=True,
     )
 
 
 def _mpt(config: _Config) -> dict[str, Any]:
-    uses_alibi = bool((config.get("attn_config") or {}).get("alibi", False))
-    has_bias = not config.get("no_bias", True)
+    uses_alibi = config.section("attn_config").flag("alibi", default=False)
+    has_bias = not config.flag("no_bias", default=True)
+    hidden, heads = config.count("d_model"), config.count("n_heads")
+    max_seq_len = config.count("max_seq_len")
     return _classic(
         config,
-        layers=config["n_layers"],
-        hidden=config["d_model"],
-        heads=config["n_heads"],
-        kv_heads=config["n_heads"],
-        ffn_hidden=config.get("expansion_ratio", 4) * config["d_model"],
-        vocab=config["vocab_size"],
+        layers=config.count("n_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        ffn_hidden=config.count("expansion_ratio", default=4) * hidden,
+        vocab=config.count("vocab_size"),
         norm_bias=has_bias,
         qkv_bias=has_bias,
         out_bias=has_bias,
         ffn_bias=has_bias,
         positions="alibi" if uses_alibi else "learned",
-        num_positions=0 if uses_alibi else config["max_seq_len"],
-        max_seq_len=config["max_seq_len"],
+        num_positions=0 if uses_alibi else max_seq_len,
+        max_seq_len=max_seq_len,
     )
 
 

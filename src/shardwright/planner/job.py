@@ -9,7 +9,7 @@ from shardwright.planner.cluster import ClusterSpec
 from shardwright.planner.layout import LayoutSpec
 from shardwright.planner.model import ModelSpec
 from shardwright.planner.traced import TracedModel
-from shardwright.planner.workload import WorkloadSpec
+from shardwright.planner.workload import CompressionSpec, WorkloadSpec
 
 __all__ = ["Job"]
 
@@ -30,6 +30,11 @@ class Job:
                 f"the mesh must use every device: {self.layout.describe()!r} has {world} ranks, "
                 f"the cluster {devices} devices; change an axis or the number of nodes"
             )
+        if self.layout.resident_units > self.model.layers:
+            raise SpecError(
+                f"residency must be at most the {self.model.layers} blocks of {self.model.name}, "
+                f"found {self.layout.resident_units}"
+            )
         if isinstance(self.model, TracedModel):
             self._check_traced(self.model)
             return
@@ -45,6 +50,22 @@ class Job:
                 f"tensor={self.layout.tensor} must divide the heads; {self.model.name} has "
                 f"{self.model.heads}"
             )
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What the engine can't run yet, of what this job needs."""
+        layout, workload = self.layout, self.workload
+        kind = workload.checkpointing
+        needs = (
+            (layout.tensor > 1, "tensor parallelism"),
+            (layout.pipeline > 1, "pipeline stages"),
+            (layout.chunks_per_stage > 1, "interleaved stages"),
+            (workload.optimizer.is_offloaded, "offloading of the optimizer"),
+            (workload.parameters_offloaded, "offloading of parameters"),
+            (workload.compression != CompressionSpec(), "compressed collectives"),
+            (kind not in ("none", "selective", "full"), f"recomputation of kind {kind!r}"),
+        )
+        return tuple(name for is_needed, name in needs if is_needed)
 
     def _check_traced(self, model: TracedModel) -> None:
         layout = self.layout

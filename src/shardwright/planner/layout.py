@@ -12,7 +12,12 @@ from typing import Literal
 
 from shardwright.core.errors import SpecError
 from shardwright.core.strategy import Gathered, Strategy, resolve_strategy
-from shardwright.planner.checks import require_choice, require_non_negative, require_positive
+from shardwright.planner.checks import (
+    require_choice,
+    require_non_negative,
+    require_positive,
+    require_types,
+)
 
 __all__ = ["LayoutSpec"]
 
@@ -56,6 +61,7 @@ class LayoutSpec:
     wraps_blocks: bool = True
 
     def __post_init__(self) -> None:
+        require_types("layout", self)
         resolve_strategy(self.strategy)
         require_positive(
             "layout",
@@ -124,22 +130,20 @@ class LayoutSpec:
         """All ranks."""
         return self.num_data_ranks * self.tensor * self.pipeline
 
-    def stage_blocks(self, layers: int) -> tuple[int, int]:
-        """Blocks of the fullest stage before the last, and of the last, which has the head.
+    def stage_blocks(self, layers: int) -> tuple[int, ...]:
+        """Blocks of each stage.
 
         Stages are filled as pipelines commonly are: the look-up and the head count as a block each
-        where that divides evenly, else blocks alone do, else the last stage has the fewest.
+        where only that divides evenly, else the first stages have one block more.
 
         Args:
             layers: Blocks of the model.
         """
         stages = self.pipeline
-        if layers % stages == 0 or stages == 1:
-            return layers // stages, layers // stages
-        if (layers + 2) % stages == 0:
-            each = (layers + 2) // stages
-            return each, each - 1
-        return -(-layers // stages), layers // stages
+        each, rest = divmod(layers, stages)
+        if rest and (layers + 2) % stages == 0:
+            return (each, *[each + 1] * (stages - 2), each)
+        return tuple(each + (stage < rest) for stage in range(stages))
 
     def describe(self) -> str:
         """The layout in one line, such as ``zero3 shard=64 tensor=8``."""

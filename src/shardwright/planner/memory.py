@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from shardwright.planner.cost.activation import block_kept, block_working, head_bytes
+from shardwright.planner.cost.activation import (
+    block_kept,
+    block_working,
+    boundary_bytes,
+    ends_kept,
+    head_bytes,
+)
 from shardwright.planner.cost.state import StateBytes, state_bytes
 from shardwright.planner.cost.traced import output_bytes, traced_kept, traced_working
 from shardwright.planner.layout import LayoutSpec
@@ -79,54 +85,47 @@ def is_block_checkpointed(workload: WorkloadSpec, block: int) -> bool:
 
 
 def estimate_memory(model: _Model, layout: LayoutSpec, workload: WorkloadSpec) -> MemoryEstimate:
-    """Say what the fullest rank holds: that of the first pipeline stage, or of the last.
+    """Say what the fullest rank holds: of the first or the fullest pipeline stage, or of the last.
 
     Args:
         model: Shape.
         layout: Strategy and mesh.
         workload: Batch, dtypes, kernels, whose engine.
     """
-    if layout.pipeline == 1:
-        return _of_stage(
+    stages = layout.pipeline
+    blocks = layout.stage_blocks(model.layers)
+    # Of stages as full, each holds fewer micro-batches than the one before.
+    estimates = [
+        _of_stage(
             model,
             layout,
             workload,
-            layers=model.layers,
-            has_embedding=True,
-            has_head=True,
-            in_flight=1.0,
+            layers=blocks[stage],
+            has_embedding=stage == 0,
+            has_head=stage == stages - 1,
+            in_flight=micro_batches_in_flight(layout, workload, stage),
         )
-    fullest, last_blocks = layout.stage_blocks(model.layers)
-    first = _of_stage(
-        model,
-        layout,
-        workload,
-        layers=fullest,
-        has_embedding=True,
-        has_head=False,
-        in_flight=micro_batches_in_flight(layout, workload),
-    )
-    last = _of_stage(
-        model,
-        layout,
-        workload,
-        layers=last_blocks,
-        has_embedding=False,
-        has_head=True,
-        in_flight=1.0,
-    )
-    return max(first, last, key=lambda estimate: estimate.peak_bytes)
+        for stage in sorted({0, blocks.index(max(blocks)), stages - 1})
+    ]
+    return max(estimates, key=lambda estimate: estimate.peak_bytes)
 
 
-def micro_batches_in_flight(layout: LayoutSpec, workload: WorkloadSpec) -> float:
-    """Micro-batches whose activations the first stage holds under 1F1B, in stages' worth.
+def micro_batches_in_flight(layout: LayoutSpec, workload: WorkloadSpec, stage: int = 0) -> float:
+    """Micro-batches whose activations a stage holds, in stages' worth.
 
-    Narayanan et al. (arXiv 2104.04473): as many as stages; interleaving v chunks adds the share
-    (p - 1) / (p v) (arXiv 2205.05198, section 4.2.3).
+    Under 1F1B as many as there are stages from this one on (Narayanan et al., arXiv 2104.04473). A
+    stage of v chunks runs 2 (p - 1 - stage) + (v - 1) p chunks before its first backward, and one
+    more: for the first that is p (1 + (p - 1) / (p v)) (arXiv 2205.05198, section 4.2.3).
+
+    Args:
+        layout: Its pipeline.
+        workload: Its micro-batches.
+        stage: Counted from 0.
     """
     stages, chunks = layout.pipeline, layout.chunks_per_stage
-    extra = 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0
-    return min(float(workload.accumulation), stages * extra)
+    behind = stages - 1 - stage
+    held = (2 * behind + (chunks - 1) * stages + 1) / chunks if chunks > 1 else behind + 1
+    return min(float(workload.accumulation), held)
 
 
 def _of_stage(
@@ -140,7 +139,10 @@ def _of_stage(
     in_flight: float,
 ) -> MemoryEstimate:
     units = _units(model, layout, workload.precision.param, layers, has_embedding, has_head)
-    kept = in_flight * sum(kept_bytes(model, layout, workload, units))
+    kept = sum(kept_bytes(model, layout, workload, units))
+    if not has_head and isinstance(model, ModelSpec):
+        kept += _sent_kept(model, layout, workload)
+    kept *= in_flight
     working = max(working_bytes(model, layout, workload, units))
     head = loss_peak_bytes(model, layout, workload) if has_head else 0.0
     state = _state(
@@ -174,11 +176,22 @@ def _of_stage(
         categories["allocator"] = _FRAGMENTATION * temporary
     peak_at = max(instants, key=lambda name: sum(instants[name].values()))
     categories = {name: size for name, size in instants[peak_at].items() if size}
-    num_groups = sum(
-        size > 1 for size in (layout.shard_degree, layout.replicas, layout.tensor, layout.pipeline)
-    )
+    axes = (layout.shard_degree, layout.replicas, layout.tensor, layout.pipeline)
+    num_groups = sum(size > 1 for size in axes)
+    num_groups += num_groups > 1  # that of all ranks beside those of the axes
     categories["communicators"] = num_groups * _COMMUNICATOR_GIB * GIB
     return MemoryEstimate(categories=categories, peak_at=peak_at, context_bytes=_CONTEXT_GIB * GIB)
+
+
+def _sent_kept(model: ModelSpec, layout: LayoutSpec, workload: WorkloadSpec) -> float:
+    """Bytes of what a stage sent on and keeps until its backward.
+
+    torch's stages keep it whole, DeepSpeed's the part that each tensor rank sends, Megatron's
+    nothing (`_exec_forward_pass` and `deallocate_output_tensor` in their sources).
+    """
+    whole = boundary_bytes(model, workload, tensor=layout.tensor)
+    kept = {"deepspeed": whole / layout.tensor, "megatron": 0.0}
+    return kept.get(workload.software.engine, whole)
 
 
 def _units(
@@ -261,9 +274,8 @@ def kept_bytes(
     """Activations each unit keeps for one micro-batch, in bytes, in the order of the units."""
     if isinstance(model, TracedModel):
         return _of_traced(traced_kept, model, workload, units)
-    boundary = (
-        workload.tokens_per_micro_batch * model.hidden * workload.precision.item_bytes("param")
-    )
+    looked_up, head = ends_kept(model, workload, tensor=layout.tensor)
+    ends = {"embedding": looked_up, "head": head}
     per_block = {
         checkpointed: block_kept(
             model, workload, tensor=layout.tensor, is_checkpointed=checkpointed
@@ -277,7 +289,7 @@ def kept_bytes(
             found.append(per_block[is_block_checkpointed(workload, block)])
             block += 1
         elif unit.kind == "model":
-            found.append(model.layers * per_block[True] + boundary)
+            found.append(model.layers * per_block[True] + looked_up + head)
         else:
-            found.append(boundary * len(unit.ends))
+            found.append(sum(ends[end] for end in unit.ends))
     return found

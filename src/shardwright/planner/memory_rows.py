@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 from shardwright.core.errors import ShardwrightError
 from shardwright.planner.cluster import make_cluster
+from shardwright.planner.columns import FIT, MEMORY, Unpredictable, check_cells
 from shardwright.planner.job import Job
 from shardwright.planner.layout import LayoutSpec
 from shardwright.planner.memory import MemoryEstimate, estimate_memory
 from shardwright.planner.model import ModelSpec
 from shardwright.planner.rows import (
-    Unpredictable,
     find_row_device,
     find_row_model,
     read_count,
@@ -40,6 +40,10 @@ __all__ = ["MemoryRange", "estimate_row", "is_measured", "read_fit_row", "read_m
 _CAP_SHARE = 0.6
 """Share of a length cap that padded batches of instruction data typically have."""
 
+_KERNELS_GIB = 1573 / 1024
+"""What nvidia-smi shows for an A100 before anything is allocated: bigscience-workshop/bigscience,
+train/tr11-176B-ml/chronicles-prequel.md, whose figures are nvidia-smi's."""
+
 _WORST_SHARE = 0.75
 """Share that the longest batch of a run has: it decides whether the run survives."""
 
@@ -55,6 +59,7 @@ class MemoryRange:
         low_gib: The peak if everything assumed turns out small.
         high_gib: The peak if it turns out large.
         assumptions: What the row left open.
+        beside_gib: What the row's figure holds beside the allocator's, where it is the driver's.
     """
 
     job: Job
@@ -63,6 +68,12 @@ class MemoryRange:
     low_gib: float
     high_gib: float
     assumptions: tuple[str, ...]
+    beside_gib: float = 0.0
+
+    @property
+    def shown_gib(self) -> float:
+        """What the row's figure should be."""
+        return self.estimate.peak_gib + self.beside_gib
 
     @property
     def fits(self) -> bool:
@@ -89,6 +100,7 @@ def read_memory_row(
     Raises:
         Unpredictable: With the reason.
     """
+    check_cells(row, MEMORY)
     text = f"{row['what']} {row.get('precision', '')}".lower()
     if "lora" in text or "nf4" in text:
         raise Unpredictable("adapters over frozen parameters are not modelled")
@@ -98,12 +110,19 @@ def read_memory_row(
     try:
         if mirrored and mirrored.group(1) in (speeds or {}):
             read = read_row(speeds[mirrored.group(1)])  # type: ignore[index]
-            return estimate_row(read.job, list(read.assumptions), is_cap=False)
-        return _read_memory_row(row)
+            found = estimate_row(read.job, list(read.assumptions), is_cap=False)
+        else:
+            found = _read_memory_row(row)
+        return replace(found, beside_gib=_beside_gib(row))
     except Unpredictable:
         raise
     except ShardwrightError as error:
         raise Unpredictable(str(error)) from error
+
+
+def _beside_gib(row: Mapping[str, str]) -> float:
+    """What a row's figure holds beside the allocator's."""
+    return _KERNELS_GIB if row["source"].startswith("bigscience") else 0.0
 
 
 def _read_memory_row(row: Mapping[str, str]) -> MemoryRange:
@@ -132,7 +151,7 @@ def _read_memory_row(row: Mapping[str, str]) -> MemoryRange:
         seq_len=seq_len,
         micro_batch=_needed(row, "micro_batch"),
         accumulation=max(8, axes["pp"]),
-        checkpointing="full" if row["act_ckpt"] == "full" else "none",
+        checkpointing=_checkpointing(row),
         precision=_precision_of(row["precision"], strategy, software),
         optimizer=OptimizerSpec(
             implementation="fused", is_offloaded="offload" in row["what"].lower()
@@ -192,6 +211,8 @@ def _needed(row: Mapping[str, str], column: str) -> int:
 
 
 def _device_text(row: Mapping[str, str]) -> str:
+    if row.get("gpu"):
+        return row["gpu"]
     found = re.search(r"(RTX ?\d+|H100[-\w]*|H200|A100[-\w]*|V100[-\w]*|A10G?)", row["unit_note"])
     if not found:
         raise Unpredictable("the device is unstated")
@@ -227,8 +248,7 @@ def _precision_of(stated: str, strategy: str, software: SoftwareSpec) -> Precisi
 
 
 def _layout_of(strategy: str, data: int, tensor: int, pipeline: int) -> LayoutSpec:
-    known = {"full_shard": "zero3", "shard_grad_op": "zero2", "none": "ddp", "zero1": "zero1"}
-    name = known.get(strategy, strategy if strategy.startswith("zero") else "ddp")
+    name = "ddp" if strategy in ("none", "tp_only") else strategy
     if name == "ddp":
         return LayoutSpec(strategy="ddp", replicate=data, tensor=tensor, pipeline=pipeline)
     return LayoutSpec(strategy=name, shard=data, tensor=tensor, pipeline=pipeline)
@@ -241,9 +261,11 @@ def read_fit_row(row: Mapping[str, str]) -> MemoryRange:
         Unpredictable: With the reason.
     """
     assumptions: list[str] = []
+    check_cells(row, FIT)
     try:
         model = find_row_model({**row, "params_b": ""}, assumptions)
-        device = find_row_device(f"{row['gpu']}-{row['gpu_mem_gb']}GB")
+        memory = f"-{row['gpu_mem_gb'].removesuffix('.0')}GB" if row["gpu_mem_gb"] else ""
+        device = find_row_device(row["gpu"] + memory)
         job = _fit_job(row, model, device.name, assumptions)
     except Unpredictable:
         raise
@@ -264,7 +286,7 @@ def _fit_job(row: Mapping[str, str], model: ModelSpec, device: str, assumptions:
     workload = WorkloadSpec(
         seq_len=seq_len,
         micro_batch=micro_batch,
-        checkpointing=_fit_checkpointing(row),
+        checkpointing=_checkpointing(row),
         precision=_fit_precision(row),
         optimizer=OptimizerSpec(
             implementation="foreach",
@@ -282,8 +304,11 @@ def _fit_job(row: Mapping[str, str], model: ModelSpec, device: str, assumptions:
     )
 
 
-def _fit_checkpointing(row: Mapping[str, str]) -> Checkpointing:
-    return "full" if row["act_ckpt"] == "full" else "none"
+def _checkpointing(row: Mapping[str, str]) -> Checkpointing:
+    stated = row["act_ckpt"]
+    if stated not in ("", "none", "unstated", "full"):
+        raise Unpredictable(f"act_ckpt {stated!r} is not modelled here: none and full are")
+    return "full" if stated == "full" else "none"
 
 
 def _fit_precision(row: Mapping[str, str]) -> PrecisionSpec:

@@ -13,13 +13,20 @@ from typing import Literal
 
 from shardwright.core.errors import SpecError
 from shardwright.core.layout import ParameterSpec
-from shardwright.planner.checks import require_choice, require_non_negative, require_positive
+from shardwright.planner.checks import (
+    require_choice,
+    require_non_negative,
+    require_positive,
+    require_types,
+)
 
 __all__ = ["Activation", "ModelSpec", "Norm", "Positions"]
 
 Norm = Literal["rms", "layer"]
 Positions = Literal["rope", "learned", "alibi"]
 Activation = Literal["gelu", "relu", "silu"]
+
+_MOST_LAYERS = 10_000
 
 _FUSED_QKV = ("gpt2", "bloom", "mpt")
 """Architectures with one matrix for queries, keys and values."""
@@ -79,6 +86,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         owner = f"model {self.name!r}"
+        require_types(owner, self)
         require_positive(
             owner,
             layers=self.layers,
@@ -89,7 +97,17 @@ class ModelSpec:
             vocab=self.vocab,
             norms_per_block=self.norms_per_block,
         )
-        require_non_negative(owner, head_dim=self.head_dim, num_positions=self.num_positions)
+        require_non_negative(
+            owner,
+            head_dim=self.head_dim,
+            num_positions=self.num_positions,
+            max_seq_len=self.max_seq_len,
+        )
+        if self.layers > _MOST_LAYERS:
+            raise SpecError(
+                f"{owner}: layers must be at most {_MOST_LAYERS:,}, since each is planned for "
+                f"itself; found {self.layers:,}"
+            )
         require_choice(owner, "norm", self.norm, ("rms", "layer"))
         require_choice(owner, "positions", self.positions, ("rope", "learned", "alibi"))
         require_choice(owner, "activation", self.activation, ("gelu", "relu", "silu"))

@@ -1,14 +1,14 @@
 """Plan files: a job and what it was predicted to cost, as versioned plain data.
 
-The section `engine` is for a run: `sw.shard(model, **plan["engine"]["shard_arguments"])` shards as
-planned, and `sw.ledger(model).reconcile(plan)` puts what it counts beside what was planned. GiB are
-not used here: every figure is in bytes or seconds.
+The section `engine` is for a run: `sw.read_plan` gives its arguments of `sw.init_mesh` and
+`sw.shard`, and `sw.ledger(model).reconcile(plan)` puts what a run counts beside what was planned.
+What the engine can't run yet has no such section, and no file. GiB are not used here: every figure
+is in bytes or seconds.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from shardwright.core.errors import SpecError
 from shardwright.core.strategy import Gathered
 from shardwright.planner.cost.state import state_bytes
 from shardwright.planner.predict import Prediction
+from shardwright.planner.text_files import write_text
 from shardwright.planner.traced import TracedModel
+from shardwright.planner.units import TORCH_DTYPE
 
-__all__ = ["FORMAT", "VERSION", "as_document", "read_plan", "write_plan"]
+__all__ = ["FORMAT", "VERSION", "as_document", "write_plan"]
 
 FORMAT = "shardwright-plan"
 VERSION = 1
@@ -32,19 +34,18 @@ def as_document(prediction: Prediction) -> dict[str, Any]:
         prediction: What to write.
 
     Returns:
-        The job (model, cluster, workload, layout), what the engine is to do, and the predicted
-        figures of one step and one rank.
+        The job (model, cluster, workload, layout), the predicted figures of one step and one rank,
+        and what the engine is to do, or what it can't do yet (`needs`).
     """
     job = prediction.job
     model = job.model.as_data() if isinstance(job.model, TracedModel) else asdict(job.model)
-    return {
+    document: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "model": model,
         "cluster": asdict(job.cluster),
         "workload": asdict(job.workload),
         "layout": asdict(job.layout),
-        "engine": _engine_section(prediction),
         "predicted": {
             "step_s": prediction.step_s,
             "tokens_per_s_per_device": prediction.tokens_per_s_per_device,
@@ -58,6 +59,9 @@ def as_document(prediction: Prediction) -> dict[str, Any]:
         },
         "warnings": list(prediction.warnings),
     }
+    if job.missing:
+        return document | {"needs": list(job.missing)}
+    return document | {"engine": _engine_section(prediction)}
 
 
 def _engine_section(prediction: Prediction) -> dict[str, Any]:
@@ -66,9 +70,9 @@ def _engine_section(prediction: Prediction) -> dict[str, Any]:
     Memory is that of our engine, on the stage that was replayed, whatever else is compared.
     """
     job, stage = prediction.job, prediction.stage
-    layout = job.layout
+    layout, workload = job.layout, job.workload
     memory = dict(stage.plan.bytes_by_category)
-    state = state_bytes(stage.units, layout, job.workload).at_loss
+    state = state_bytes(stage.units, layout, workload).at_loss
     memory["optimizer_state"] = round(state.get("optimizer_state", 0.0))
     resident = [
         unit.name
@@ -84,11 +88,18 @@ def _engine_section(prediction: Prediction) -> dict[str, Any]:
             "max_in_flight": layout.max_in_flight,
             "reduce_in_flight": layout.reduce_in_flight,
             "residency": resident,
+            "transport": layout.transport,
+            "precision": {
+                use: TORCH_DTYPE[getattr(workload.precision, use)]
+                for use in ("param", "reduce", "master")
+            },
         },
         "shard": layout.shard_degree,
         "replicas": layout.replicas,
         "gradients": layout.resolved.gradients.value,
-        "micro_batches": job.workload.accumulation,
+        "micro_batch": workload.micro_batch,
+        "micro_batches": workload.accumulation,
+        "checkpoint_policy": None if workload.checkpointing == "none" else workload.checkpointing,
         "units": [
             {
                 "name": unit.name,
@@ -97,7 +108,7 @@ def _engine_section(prediction: Prediction) -> dict[str, Any]:
                 "owners": unit.layout.num_owners,
                 "gathered": unit.gathered.value,
                 "reduced_bytes": unit.layout.gradient_numel
-                * int(job.workload.precision.item_bytes("reduce")),
+                * int(workload.precision.item_bytes("reduce")),
             }
             for unit in stage.units
             if unit.layout is not None
@@ -107,27 +118,33 @@ def _engine_section(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def write_plan(prediction: Prediction, path: Path) -> None:
-    """Write a plan file."""
-    text = json.dumps(as_document(prediction), indent=1, sort_keys=True)
-    path.write_text(text + "\n", encoding="utf-8")
+def write_plan(prediction: Prediction, path: Path, *, runnable: Prediction | None = None) -> None:
+    """Write a plan file.
 
-
-def read_plan(path: Path) -> Mapping[str, Any]:
-    """Read a plan file.
+    Args:
+        prediction: What to write.
+        path: Where.
+        runnable: The best that the engine runs, for the message.
 
     Raises:
-        SpecError: It isn't one, or of a newer version.
+        SpecError: The engine can't run that layout yet, or the file can't be written.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise SpecError(f"can't read the plan {path}: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise SpecError(f"{path} is no plan file: expected a format of {FORMAT!r}")
-    if found.get("version") != VERSION:
+    job = prediction.job
+    if job.missing:
         raise SpecError(
-            f"{path} is a plan of version {found.get('version')}; this release reads {VERSION}. "
-            "Plan again, or update."
+            f"no plan file is written: {job.layout.describe()} needs {' and '.join(job.missing)}, "
+            f"which the engine doesn't run yet. {_instead(prediction, runnable)}"
         )
-    return found
+    text = json.dumps(as_document(prediction), indent=1, sort_keys=True)
+    write_text(path, text + "\n", "plan file")
+
+
+def _instead(prediction: Prediction, runnable: Prediction | None) -> str:
+    if runnable is None:
+        return "Of what it runs, nothing that was compared fits: use more devices"
+    slower = runnable.step_s / prediction.step_s - 1
+    return (
+        f"The best layout that it runs is {runnable.job.layout.describe()} "
+        f"({runnable.step_s:.2f} s per step, {slower:.0%} slower): plan with --max-tensor 1 "
+        "--max-pipeline 1 to have it"
+    )

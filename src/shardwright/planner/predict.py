@@ -18,7 +18,7 @@ from shardwright.planner.memory import MemoryEstimate, estimate_memory
 from shardwright.planner.simulate import Mark, Timeline
 from shardwright.planner.stage import REPLAYED, Stage
 from shardwright.planner.traced import TracedModel
-from shardwright.planner.traffic import step_traffic
+from shardwright.planner.traffic import model_parallel_traffic
 
 __all__ = ["Prediction", "predict"]
 
@@ -83,7 +83,8 @@ class Prediction:
     @cached_property
     def sent_bytes(self) -> Mapping[str, float]:
         """Bytes a rank of the slowest stage sends, by collective and axis."""
-        return step_traffic(self.stage.units, self.stage.plan, self.job.layout, self.job.workload)
+        stage = self.stage
+        return {**stage.sent_bytes, **model_parallel_traffic(self.job, stage.units)}
 
     @property
     def tokens_per_s_per_device(self) -> float:
@@ -136,7 +137,7 @@ def predict(
     busy = _extended(timeline.busy_s, steady.busy_s, rest)
     exposed = _extended(timeline.exposed_s, steady.exposed_s, rest)
     hidden = {lane: max(0.0, busy[lane] - exposed.get(lane, 0.0)) for lane in busy}
-    contention = stage.contention_s(hidden) if software.overlaps else 0.0
+    contention = stage.contention_s(hidden, busy) if software.overlaps else 0.0
     bubble = (job.layout.pipeline - 1) / job.layout.chunks_per_stage * steady.end_s
     step = timeline.end_s + rest * steady.end_s + bubble + contention
     waiting = _slowest_share(job.layout.world_size) * step
@@ -153,7 +154,7 @@ def predict(
         slowest_s=waiting,
         parts_s=stage.parts(),
         efficiency=efficiency,
-        warnings=_warnings(job, sum(exposed.values()) / step, key in known),
+        warnings=_warnings(job, sum(exposed.values()) / step, known.get(key)),
         timeline=timeline,
         stage=stage,
     )
@@ -189,8 +190,8 @@ def _extended(
     return {lane: total for lane, total in totals.items() if total > 0}
 
 
-def _warnings(job: Job, exposed_share: float, is_fitted: bool) -> tuple[str, ...]:
-    found = []
+def _warnings(job: Job, exposed_share: float, fitted: Efficiency | None) -> tuple[str, ...]:
+    found = [fitted.doubt] if fitted is not None and fitted.doubt else []
     if exposed_share > _WEAK_EXPOSURE:
         found.append(
             f"{exposed_share:.0%} of the step waits for collectives: errors are about three times "
@@ -206,7 +207,7 @@ def _warnings(job: Job, exposed_share: float, is_fitted: bool) -> tuple[str, ...
             f"the network is assumed: {job.cluster.num_nics} cards of "
             f"{job.cluster.outer.bandwidth_gbps:g} GB/s per node"
         )
-    if not is_fitted:
+    if fitted is None:
         found.append(
             f"no measurements behind {job.cluster.device.family} with "
             f"{job.workload.software.class_name} software: vendor's figures and generic "

@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from shardwright.core.errors import ShardwrightError
 from shardwright.planner.cluster import ClusterSpec, LinkSpec, make_cluster
+from shardwright.planner.columns import SPEEDS, Unpredictable, check_cells
 from shardwright.planner.device import DeviceSpec, find_device
 from shardwright.planner.job import Job
 from shardwright.planner.layout import LayoutSpec
@@ -31,7 +32,6 @@ from shardwright.planner.workload import (
 
 __all__ = [
     "RowJob",
-    "Unpredictable",
     "family_of",
     "find_row_device",
     "find_row_model",
@@ -41,10 +41,6 @@ __all__ = [
     "read_number",
     "read_row",
 ]
-
-
-class Unpredictable(ValueError):
-    """A row lacks what a prediction needs, or uses what the planner doesn't model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +157,10 @@ def find_stack(row: Mapping[str, str]) -> str:
     return found
 
 
+_UNCOMPILED = ("", "n", "no", "false", "eager")
+"""What the column `compile` says of runs without a compiler."""
+
+
 def _stack_by_columns(row: Mapping[str, str]) -> str:
     """The likeliest stack of a row of unknown origin.
 
@@ -172,7 +172,7 @@ def _stack_by_columns(row: Mapping[str, str]) -> str:
         return "llm-foundry"
     if model.startswith(("bloom", "gpt2-meg")):
         return "megatron-deepspeed"
-    if row.get("compile", "") not in ("", "N", "eager"):
+    if row.get("compile", "").lower() not in _UNCOMPILED:
         return "pytorch"
     if "fp8" in precision or "fp4" in precision:
         return "megatron-core"
@@ -195,6 +195,7 @@ def read_row(row: Mapping[str, str], stacks: Mapping[str, Stack] = STACKS) -> Ro
     """
     assumptions: list[str] = []
     try:
+        check_cells(row, SPEEDS)
         device = _device(row)
         stack_name = find_stack(row)
         stack = stacks[stack_name]
@@ -214,12 +215,9 @@ def read_row(row: Mapping[str, str], stacks: Mapping[str, Stack] = STACKS) -> Ro
 
 
 def read_number(row: Mapping[str, str], column: str) -> float | None:
-    """A number; None where the cell is empty or none."""
+    """A number; None where the cell is empty. `check_cells` has refused what is none."""
     text = row.get(column, "").strip()
-    try:
-        return float(text) if text else None
-    except ValueError:
-        return None
+    return float(text) if text else None
 
 
 _LARGEST: Mapping[str, float] = MappingProxyType(
@@ -229,7 +227,7 @@ _LARGEST: Mapping[str, float] = MappingProxyType(
 
 
 def read_count(row: Mapping[str, str], column: str) -> int | None:
-    """A whole number above zero; None where the cell is empty or no number."""
+    """A whole number above zero; None where the cell is empty."""
     value = read_number(row, column)
     if value is None:
         return None
@@ -477,7 +475,9 @@ def _checkpointing(row: Mapping[str, str], stack: Stack) -> Checkpointing:
     if "layer" in stated:
         return "alternate"
     if stated.startswith("selective"):
-        return stack.selective if "op" not in stated else "selective"
+        return stack.selective if "op" not in stated else "half_products"
+    if stated not in ("", "none", "unstated"):
+        raise Unpredictable(f"act_ckpt {stated!r} is not modelled: none, selective and full are")
     return "none"
 
 
@@ -485,6 +485,8 @@ def _precision(row: Mapping[str, str], stack: Stack) -> PrecisionSpec:
     stated = row.get("precision", "").lower()
     if not stated:
         raise Unpredictable("the precision is unstated")
+    if not re.search(r"bf16|fp16|fp8|float8|fp4", stated):
+        raise Unpredictable(f"precision {stated!r} is not modelled: bf16, fp16, fp8 and fp4 are")
     param = "fp16" if stated.startswith("fp16") else "bf16"
     matmul = ""
     if "fp4" in stated:
@@ -507,7 +509,7 @@ def _software(row: Mapping[str, str], stack: Stack) -> SoftwareSpec:
         software = replace(software, engine="deepspeed")
     if "PURE" in row.get("precision", ""):
         software = replace(software, norm="fused")
-    if compiled not in ("", "N", "eager"):
+    if compiled.lower() not in _UNCOMPILED:
         software = replace(software, class_name="compiled", norm="fused")
     return software
 

@@ -7,22 +7,25 @@ time, and the most promising are replayed in full.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwright.core.errors import PlanInfeasible, SpecError
 from shardwright.core.strategy import STRATEGIES, Gathered, resolve_strategy
-from shardwright.planner.checks import require_positive
+from shardwright.planner.checks import require_positive, require_type, require_types
 from shardwright.planner.cluster import ClusterSpec
 from shardwright.planner.cost.block import block_time, ends_time
 from shardwright.planner.cost.efficiency import GENERIC, Efficiency, Factors, load_efficiencies
 from shardwright.planner.cost.traced import traced_time
 from shardwright.planner.device import DeviceSpec
+from shardwright.planner.divide import divides, why_none_divides
 from shardwright.planner.job import Job
 from shardwright.planner.layout import LayoutSpec
 from shardwright.planner.memory import MemoryEstimate, estimate_memory
 from shardwright.planner.model import ModelSpec
 from shardwright.planner.predict import Prediction, predict
+from shardwright.planner.recommend import recommended, runnable, step_s
 from shardwright.planner.traced import TracedModel
 from shardwright.planner.workload import Checkpointing, WorkloadSpec
 
@@ -55,17 +58,23 @@ class SearchSpace:
     max_tensor: int = 8
     max_pipeline: int = 16
     headroom: float = 0.05
-    max_chunks: int = 1
+    max_chunks: int = 8
     layouts: tuple[LayoutSpec, ...] = ()
     base: LayoutSpec = field(default_factory=lambda: LayoutSpec(strategy="zero3"))
 
     def __post_init__(self) -> None:
+        require_types("search", self)
         require_positive(
             "search",
             max_tensor=self.max_tensor,
             max_pipeline=self.max_pipeline,
             max_chunks=self.max_chunks,
         )
+        for micro_batch in self.micro_batches:
+            require_type("search", "each of micro_batches", micro_batch, "int")
+            require_positive("search", micro_batch=micro_batch)
+        for name in self.strategies:
+            resolve_strategy(name)
         if not 0 <= self.headroom < 1:
             raise SpecError(f"headroom must be at least 0 and below 1, found {self.headroom}")
 
@@ -94,14 +103,12 @@ class Candidate:
     @property
     def missing(self) -> tuple[str, ...]:
         """What the engine can't run yet, of what this layout needs."""
-        layout = self.job.layout
-        needs = (
-            (layout.tensor > 1, "tensor parallelism"),
-            (layout.pipeline > 1, "pipeline stages"),
-            (layout.chunks_per_stage > 1, "interleaved stages"),
-            (self.job.workload.optimizer.is_offloaded, "offloading of the optimizer"),
-        )
-        return tuple(name for is_needed, name in needs if is_needed)
+        return self.job.missing
+
+    @property
+    def is_data_only(self) -> bool:
+        """Whether it has no axes but those that the engine divides over today."""
+        return self.job.layout.tensor == self.job.layout.pipeline == 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +118,7 @@ class SearchResult:
     Attributes:
         candidates: Replayed ones, fastest first.
         best: The recommendation.
-        best_today: The best that the engine runs today, if any.
+        best_today: The same where the engine runs it today; None where nothing that it runs fits.
         front: Those that no other beats in both time and memory, fastest first.
         unfit: Per strategy, the candidate that came nearest to fitting where none fits.
         faster_unfit: A candidate whose time promises more than the best but doesn't fit, if any.
@@ -156,10 +163,9 @@ def search(
     require_positive("search", global_batch=global_batch)
     jobs = list(_jobs(model, cluster, workload, global_batch, chosen))
     if not jobs:
+        layouts = chosen.layouts or tuple(_layouts(model, cluster, chosen))
         raise SpecError(
-            f"a global batch of {global_batch} sequences divides over no mesh of "
-            f"{cluster.num_devices} devices; use a multiple of {cluster.num_devices}, or allow "
-            "tensor or pipeline axes"
+            why_none_divides(global_batch, chosen.micro_batches, layouts, cluster.num_devices)
         )
     limit_gib = cluster.device.memory_gib * (1 - chosen.headroom)
     considered = [_weigh(job, limit_gib) for job in jobs]
@@ -173,22 +179,18 @@ def search(
         for candidate in promising
     ]
     replayed.extend(_with_residency(replayed, limit_gib, factors))
-    replayed.sort(key=_step_s)
+    replayed.sort(key=step_s)
+    best = recommended(replayed)
     return SearchResult(
         candidates=tuple(replayed),
-        best=_recommended(replayed),
-        best_today=next((c for c in replayed if not c.missing), None),
+        best=best,
+        best_today=None if best.missing else best,
         front=tuple(_front(replayed)),
         unfit=tuple(_nearest_per_strategy(considered)),
-        faster_unfit=_faster_unfit(considered, replayed[0], factors),
+        faster_unfit=_faster_unfit(considered, best, factors),
         num_considered=len(considered),
         num_fitting=len(fitting),
     )
-
-
-def _step_s(candidate: Candidate) -> float:
-    assert candidate.prediction is not None, "only replayed candidates are compared by time"
-    return candidate.prediction.step_s
 
 
 def _jobs(
@@ -205,8 +207,6 @@ def _jobs(
             continue
         for micro_batch in _micro_batches(per_rank, layout, space):
             accumulation = per_rank // micro_batch
-            if layout.chunks_per_stage > 1 and accumulation % layout.pipeline:
-                continue  # the interleaved schedule runs groups of as many as there are stages
             for kind in space.checkpointing:
                 sized = replace(
                     workload,
@@ -220,8 +220,7 @@ def _jobs(
 def _micro_batches(per_rank: int, layout: LayoutSpec, space: SearchSpace) -> list[int]:
     """Micro-batches that divide a rank's sequences; small ones in pipelines, which need many."""
     wanted = space.micro_batches or tuple(2**i for i in range(8))
-    largest = per_rank if layout.pipeline == 1 else max(1, per_rank // layout.pipeline)
-    return [size for size in wanted if per_rank % size == 0 and size <= largest]
+    return [size for size in wanted if divides(per_rank, size, layout)]
 
 
 def _layouts(
@@ -253,10 +252,18 @@ def _num_resident(space: SearchSpace, strategy: str) -> int:
 
 
 def _chunk_counts(layers: int, pipeline: int, most: int) -> list[int]:
-    """Pieces per stage, where blocks divide over all pieces evenly."""
+    """Pieces per stage: one, and the fewest and most into which a stage's blocks divide evenly.
+
+    As in `LayoutSpec.stage_blocks`, both ends may count as a block each.
+    """
     if pipeline == 1:
         return [1]
-    return [n for n in (1, 2, 4, 8) if n <= most and (n == 1 or layers % (pipeline * n) == 0)]
+    even = [
+        n
+        for n in range(2, most + 1)
+        if layers % (pipeline * n) == 0 or (layers + 2) % (pipeline * n) == 0
+    ]
+    return sorted({1, *even[:1], *even[-1:]})
 
 
 def _tensor_sizes(model: ModelSpec | TracedModel, cluster: ClusterSpec, largest: int) -> list[int]:
@@ -295,7 +302,7 @@ def _shard_sizes(name: str, data: int, cluster: ClusterSpec, tensor: int) -> lis
         return [data if strategy is None or strategy.shards_parameters else 1]
     per_node = max(1, cluster.devices_per_node // tensor)
     sizes = [per_node * nodes for nodes in (1, 2, 4, 8)]
-    return [size for size in sizes if size < data and data % size == 0]
+    return [size for size in sizes if 1 < size < data and data % size == 0]
 
 
 def _weigh(job: Job, limit_gib: float) -> Candidate:
@@ -312,7 +319,7 @@ def _bound_s(job: Job, factors: Factors) -> float:
         return _traced_s(model, workload, device, efficiency) * workload.accumulation
     block = block_time(model, workload, device, efficiency, tensor=layout.tensor)
     embedding, head = ends_time(model, workload, device, efficiency, tensor=layout.tensor)
-    _, last = layout.stage_blocks(model.layers)
+    last = layout.stage_blocks(model.layers)[-1]
     one = last * (block.forward_s + block.backward_s) + head.forward_s + head.backward_s
     if layout.pipeline == 1:
         one += embedding.forward_s + embedding.backward_s
@@ -337,11 +344,15 @@ def _traced_s(
 
 
 def _most_promising(candidates: Sequence[Candidate], factors: Factors) -> list[Candidate]:
+    """The best bounds of all, and some of each strategy, with and without what can't run yet."""
     ordered = sorted(candidates, key=lambda candidate: _bound_s(candidate.job, factors))
-    kept = ordered[:_MAX_REPLAYED]
-    for name in {candidate.strategy for candidate in ordered}:
-        mine = [candidate for candidate in ordered if candidate.strategy == name]
-        kept.extend(candidate for candidate in mine[:_PER_STRATEGY] if candidate not in kept)
+    kept = []
+    num_alike: Counter[tuple[str, bool]] = Counter()
+    for index, candidate in enumerate(ordered):
+        alike = (candidate.strategy, candidate.is_data_only)
+        num_alike[alike] += 1
+        if index < _MAX_REPLAYED or num_alike[alike] <= _PER_STRATEGY:
+            kept.append(candidate)
     return kept
 
 
@@ -349,7 +360,7 @@ def _with_residency(
     candidates: Sequence[Candidate], limit_gib: float, factors: Factors
 ) -> Iterator[Candidate]:
     """The fastest candidates again, with blocks kept gathered from forward to backward."""
-    for candidate in sorted(candidates, key=_step_s)[:4]:
+    for candidate in sorted(runnable(candidates), key=step_s)[:4]:
         job = candidate.job
         if job.layout.gathered is not Gathered.USE or job.layout.resident_units:
             continue
@@ -358,13 +369,6 @@ def _with_residency(
             resident = _weigh(replace(job, layout=layout), limit_gib)
             if resident.fits and job.layout.pipeline == 1:
                 yield replace(resident, prediction=predict(resident.job, efficiencies=factors))
-
-
-def _recommended(ordered: Sequence[Candidate], tolerance: float = 0.01) -> Candidate:
-    """The fastest; of those within 1 %, what the engine runs today, with the least memory."""
-    fastest = _step_s(ordered[0])
-    near = [c for c in ordered if _step_s(c) <= fastest * (1 + tolerance)]
-    return min(near, key=lambda c: (len(c.missing), c.memory.peak_bytes))
 
 
 def _front(ordered: Sequence[Candidate]) -> list[Candidate]:
@@ -386,12 +390,12 @@ def _nearest_per_strategy(considered: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _faster_unfit(
-    considered: Sequence[Candidate], fastest: Candidate, factors: Factors
+    considered: Sequence[Candidate], best: Candidate, factors: Factors
 ) -> Candidate | None:
     """The candidate that needs least beyond the memory, of those that would clearly be faster."""
-    goal = 0.97 * _step_s(fastest)
+    goal = 0.97 * step_s(best)
     unfit = sorted(
-        (candidate for candidate in considered if not candidate.fits),
+        (c for c in considered if not c.fits and c.is_data_only >= best.is_data_only),
         key=lambda candidate: candidate.memory.peak_bytes,
     )
     for candidate in unfit[:40]:
@@ -406,15 +410,16 @@ def _nearest(considered: Sequence[Candidate], limit_gib: float) -> str:
     """Say what comes nearest to fitting, and how many devices would do."""
     nearest = min(considered, key=lambda candidate: candidate.memory.needed_gib)
     job = nearest.job
+    kind = job.workload.checkpointing.replace("none", "no")
     text = (
         f"no layout of {job.model.name} fits {job.cluster.name}: the smallest, "
         f"{job.layout.describe()} with micro-batch {job.workload.micro_batch} and "
-        f"{job.workload.checkpointing} recomputation, needs {nearest.memory.needed_gib:.1f} GiB "
-        f"per device, of which {limit_gib:.1f} are allowed."
+        f"{kind} recomputation, needs {nearest.memory.needed_gib:.1f} GiB "
+        f"per device; {limit_gib:.1f} of its {job.cluster.device.memory_gib:.1f} may be used."
     )
     more = _devices_that_fit(job, limit_gib)
     if more is not None:
-        return f"{text} The same with zero3 fits {more} devices."
+        return f"{text} With that micro-batch, zero3 fits {more} devices."
     return f"{text} Shorten the sequence, or divide the model over a tensor axis."
 
 
@@ -432,7 +437,7 @@ def _devices_that_fit(job: Job, limit_gib: float) -> int | None:
 def winners_with(
     result: SearchResult, clusters: Mapping[str, ClusterSpec], factors: Factors | None = None
 ) -> dict[str, Candidate]:
-    """The best candidate of each strategy, judged again on other clusters.
+    """What would be recommended on other clusters, by the same rule.
 
     Args:
         result: A search.
@@ -442,17 +447,13 @@ def winners_with(
     Returns:
         The winner under each change.
     """
-    best: dict[str, Candidate] = {}
-    for candidate in result.candidates:
-        best.setdefault(candidate.strategy, candidate)
-    found = {}
-    for change, cluster in clusters.items():
-        judged = [
-            replace(
-                candidate,
-                prediction=predict(replace(candidate.job, cluster=cluster), efficiencies=factors),
-            )
-            for candidate in best.values()
-        ]
-        found[change] = min(judged, key=_step_s)
-    return found
+    pool = runnable(result.candidates)
+    return {
+        change: recommended([_judged_on(cluster, candidate, factors) for candidate in pool])
+        for change, cluster in clusters.items()
+    }
+
+
+def _judged_on(cluster: ClusterSpec, candidate: Candidate, factors: Factors | None) -> Candidate:
+    job = replace(candidate.job, cluster=cluster)
+    return replace(candidate, job=job, prediction=predict(job, efficiencies=factors))

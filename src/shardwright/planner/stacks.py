@@ -16,7 +16,7 @@ from shardwright.planner.workload import OptimizerSpec, SoftwareSpec
 
 __all__ = ["INFERRED", "STACKS", "Stack", "as_documented"]
 
-Recompute = Literal["alternate", "selective", "elementwise"]
+Recompute = Literal["alternate", "attention_core", "half_products", "selective"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Stack:
     optimizer: OptimizerSpec
     param: Literal["", "fp32"] = ""
     reduce: Literal["fp32", "param"] = "fp32"
-    selective: Recompute = "selective"
+    selective: Recompute = "half_products"
     recomputes_unasked: bool = True
     network: str = ""
     source: str
@@ -103,7 +103,6 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
         "torchtitan": Stack(
             software=_PLAIN,
             optimizer=_FUSED,
-            selective="selective",
             source="pytorch/torchtitan models/llama3: nn.RMSNorm, SDPA, fp32 cross-entropy, FSDP2",
         ),
         "fms-fsdp": Stack(
@@ -136,7 +135,7 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
                 overlaps_replicas=False,
             ),
             optimizer=_FUSED,
-            selective="elementwise",
+            selective="selective",
             network="4x200g-tcpx",
             source="AI-Hypercomputer/maxtext: XLA, cuDNN 8 attention, remat keeps all products, "
             "gradients of scanned layers are reduced after the scan; "
@@ -145,6 +144,7 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
         "megatron-2021": Stack(
             software=_MEGATRON_2021,
             optimizer=_FUSED,
+            selective="attention_core",
             reduce="param",
             source="NVIDIA/Megatron-LM v2: fused layer norm, scaled masked softmax, bias-gelu; "
             "gradients all-reduced after the last backward; dropout 0.1",
@@ -152,24 +152,28 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
         "megatron-2022": Stack(
             software=replace(_MEGATRON_2021, sequence_parallel=True),
             optimizer=_FUSED,
+            selective="attention_core",
             reduce="param",
             source="arXiv 2205.05198: sequence parallelism and selective recomputation",
         ),
         "megatron-deepspeed": Stack(
             software=replace(_MEGATRON_2021, engine="deepspeed"),
             optimizer=_FUSED,
+            selective="attention_core",
             reduce="param",
             source="bigscience-workshop/Megatron-DeepSpeed: Megatron v2 kernels, ZeRO-1",
         ),
         "deepspeed-zero3": Stack(
             software=replace(_MEGATRON_2021, engine="deepspeed", overlaps=True),
             optimizer=_FUSED,
+            selective="attention_core",
             reduce="param",
             source="DeepSpeed ZeRO-3 over Megatron v2 kernels",
         ),
         "megatron-core": Stack(
             software=_MEGATRON_CORE,
             optimizer=_FUSED,
+            selective="attention_core",
             reduce="param",
             recomputes_unasked=False,
             source="NVIDIA/Megatron-LM core with Transformer Engine: cuDNN attention, fused norms, "
@@ -179,6 +183,7 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
         "megatron-lm-2024": Stack(
             software=replace(_MEGATRON_CORE, loss="full"),
             optimizer=_FUSED,
+            selective="attention_core",
             reduce="param",
             recomputes_unasked=False,
             source="NVIDIA/Megatron-LM core, README of 2024: as megatron-core; "

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
+from shardwright.core.layout import UnitLayout
 from shardwright.core.memory import MemoryPlan
 from shardwright.core.policy import Action
 from shardwright.planner.cost.block import PassTime, block_time, ends_time
@@ -16,7 +18,9 @@ from shardwright.planner.cost.collective import (
     all_reduce_s,
     make_group,
     point_to_point_s,
+    taken_s,
 )
+from shardwright.planner.cost.compression import narrow_gather_s, narrow_reduce_s
 from shardwright.planner.cost.efficiency import Efficiency
 from shardwright.planner.cost.elementwise import engine_copy_bytes, stream_s
 from shardwright.planner.cost.optimizer import optimizer_s, step_overhead_s
@@ -34,6 +38,7 @@ from shardwright.planner.model import ModelSpec
 from shardwright.planner.schedule import ScheduleUnit, make_schedule
 from shardwright.planner.simulate import Timeline, UnitCost, replay
 from shardwright.planner.traced import TracedModel
+from shardwright.planner.traffic import step_traffic
 from shardwright.planner.units import PlannedUnit, find_units
 
 __all__ = ["REPLAYED", "Stage"]
@@ -41,13 +46,20 @@ __all__ = ["REPLAYED", "Stage"]
 REPLAYED = 3
 """Micro-batches replayed before the steady one is repeated."""
 
+_LANE_OF = {
+    "all_gather over shard": "gather",
+    "reduce_scatter over shard": "reduce",
+    "all_gather over replicate": "replicate",
+    "reduce_scatter over replicate": "replicate",
+    "all_reduce over replicate": "replicate",
+}
+"""Lane that each collective of `step_traffic` runs on."""
+
+_COMPRESSED = ("all_gather over shard", "reduce_scatter over shard")
+"""Collectives that compression narrows."""
+
 _TENSOR_HIDDEN = 0.75
 """Share of tensor-parallel collectives hidden where they are overlapped with products in pieces."""
-
-_CONTENTION = {"inner": 0.5, "outer": 0.15}
-"""Share of a hidden collective's time that it takes from computation, by holding multiprocessors
-and memory bandwidth: inside a node its kernels move data all the time, between nodes they also
-wait."""
 
 
 class Stage:
@@ -119,14 +131,35 @@ class Stage:
             return model.has_root_head
         return "head" in self.units[0].ends
 
-    def contention_s(self, hidden_s: Mapping[str, float]) -> float:
+    @cached_property
+    def sent_bytes(self) -> Mapping[str, float]:
+        """Bytes a rank sends per step, by collective and axis."""
+        job = self.job
+        found = step_traffic(self.units, self.plan, job.layout, job.workload)
+        for name, share in zip(_COMPRESSED, self._wire_shares(), strict=True):
+            if name in found:
+                found[name] *= share
+        return found
+
+    def _wire_shares(self) -> tuple[float, float]:
+        """Bytes sent over those not compressed, of gathers and of reductions over shards."""
+        precision, compression = self.job.workload.precision, self.job.workload.compression
+        param, reduce = precision.item_bytes("param"), precision.item_bytes("reduce")
+        return (
+            compression.wire_bytes("gather", param) / param,
+            compression.wire_bytes("reduce", reduce) / reduce,
+        )
+
+    def contention_s(self, hidden_s: Mapping[str, float], busy_s: Mapping[str, float]) -> float:
         """Seconds that hidden collectives take from computation."""
-        groups = {
-            "gather": self.shard_group,
-            "reduce": self.shard_group,
-            "replicate": self.replicate_group,
-        }
-        return sum(_CONTENTION[_link(groups[lane])] * value for lane, value in hidden_s.items())
+        sent = dict.fromkeys(_LANE_OF.values(), 0.0)
+        for name, num_bytes in self.sent_bytes.items():
+            sent[_LANE_OF[name]] += num_bytes
+        device = self.job.cluster.device
+        return sum(
+            taken_s(value, sent[lane] * value / busy_s[lane], device)
+            for lane, value in hidden_s.items()
+        )
 
     def optimizer_s(self) -> float:
         """Seconds of the optimizer step."""
@@ -262,8 +295,11 @@ class Stage:
         if unit.layout is None:
             return 0.0, 0.0, 0.0, 0.0
         gradient_bytes = unit.layout.gradient_numel * precision.item_bytes("reduce")
-        gather = all_gather_s(unit.layout.gathered_bytes, self.shard_group)
-        reduce = all_gather_s(gradient_bytes, self.shard_group)
+        gather_share, reduce_share = self._wire_shares()
+        narrow_gather, narrow_reduce = self._narrowing_s(unit.layout)
+        gather = all_gather_s(unit.layout.gathered_bytes * gather_share, self.shard_group)
+        reduce = all_gather_s(gradient_bytes * reduce_share, self.shard_group)
+        gather, reduce = gather + narrow_gather, reduce + narrow_reduce
         if layout.resolved.optimizer_over_replicas:
             return (
                 gather,
@@ -272,6 +308,16 @@ class Stage:
                 all_gather_s(unit.layout.gathered_bytes / shards, self.replicate_group),
             )
         return gather, reduce, all_reduce_s(gradient_bytes / shards, self.replicate_group), 0.0
+
+    def _narrowing_s(self, layout: UnitLayout) -> tuple[float, float]:
+        """Seconds of quantisation beside a unit's gather and its reduction."""
+        workload, device = self.job.workload, self.job.cluster.device
+        precision = workload.precision
+        shared = (layout.shard_size, workload.compression, device, self.efficiency)
+        return (
+            narrow_gather_s(layout.numel, precision.item_bytes("param"), *shared),
+            narrow_reduce_s(layout.gradient_numel, precision.item_bytes("reduce"), *shared),
+        )
 
     def _tensor_seconds(self) -> tuple[float, float]:
         """Seconds of a block's collectives over the tensor axis and between stages.
@@ -299,9 +345,10 @@ class Stage:
 def _slowest_blocks(job: Job) -> tuple[int, bool]:
     """Blocks of the slowest stage, and whether it has the head."""
     model = job.model
-    fullest, last = job.layout.stage_blocks(model.layers)
     if not isinstance(model, ModelSpec):
         return model.layers, True
+    *others, last = job.layout.stage_blocks(model.layers)
+    fullest = max(others, default=0)
     head = model.vocab * model.hidden / model.block_matrix_numel
     has_head = last + head >= fullest
     return (last if has_head else fullest), has_head

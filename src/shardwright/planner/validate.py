@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwright.core.errors import ShardwrightError
 from shardwright.planner.accuracy import Judged
+from shardwright.planner.columns import Unpredictable
 from shardwright.planner.cost.efficiency import Factors, load_efficiencies, load_left_out
 from shardwright.planner.fit import Sample
 from shardwright.planner.memory_rows import MemoryRange, read_fit_row, read_memory_row
 from shardwright.planner.predict import Prediction, predict
 from shardwright.planner.rows import (
     RowJob,
-    Unpredictable,
     family_of,
     is_dense_data_parallel,
     read_row,
@@ -87,7 +88,7 @@ def predict_rows(
             family = family_of(row.get("source", ""))
             factors = left_out.get(family, everyone)
             prediction = predict(read.job, efficiencies=factors)
-        except Unpredictable as error:
+        except (Unpredictable, ShardwrightError) as error:
             found.append(RowResult(row=row, read=None, prediction=None, reason=str(error)))
         else:
             found.append(RowResult(row=row, read=read, prediction=prediction))
@@ -95,12 +96,17 @@ def predict_rows(
 
 
 def measured_speed(result: RowResult) -> float | None:
-    """Measured tokens per second and device, from the speed or from the step's time."""
+    """Measured tokens per second and device, from the speed or from the step's time.
+
+    None where neither is there, or the row can't be predicted.
+    """
+    if result.prediction is None:
+        return None
     text = result.row.get("tokens_per_s_per_gpu", "").strip()
     if text:
         return float(text)
     step = result.row.get("step_time_s", "").strip()
-    if not step or result.prediction is None:
+    if not step:
         return None
     predicted = result.prediction
     return predicted.tokens_per_s_per_device * predicted.step_s / float(step)
@@ -207,5 +213,5 @@ def _memory(
 ) -> MemoryResult:
     try:
         return MemoryResult(row=row, found=read(row))
-    except Unpredictable as error:
+    except (Unpredictable, ShardwrightError) as error:
         return MemoryResult(row=row, found=None, reason=str(error))

@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardwright.planner.checks import require_choice, require_non_negative, require_positive
+from shardwright.planner.checks import require_choice, require_positive, require_types
 
 __all__ = [
     "ITEM_BYTES",
+    "WIRE_BYTES",
     "Attention",
     "Checkpointing",
+    "CompressionSpec",
     "Engine",
     "Loss",
     "NormKernel",
@@ -29,9 +31,17 @@ __all__ = [
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp4": 0.5}
 """Bytes per element."""
 
-Checkpointing = Literal["none", "elementwise", "selective", "alternate", "full"]
-"""What backward recomputes: nothing; all but products; what the software's selective kind repeats;
-every other block; every block."""
+Checkpointing = Literal[
+    "none",
+    "attention_core",
+    "selective",
+    "half_products",
+    "alternate",
+    "full",
+]
+"""What backward recomputes: nothing; attention's core, as Megatron's selective kind; all but
+products and attention, as `sw.checkpoint_activations` does with its policy of that name; every
+second product too, as torchtitan's; every other block; every block."""
 
 Attention = Literal["eager", "fused_softmax", "flash1_biased", "flash1", "flash2", "flash3"]
 """Attention kernel: separate products and softmax in fp32; Megatron's fused softmax between the
@@ -53,7 +63,14 @@ Engine = Literal["shardwright", "fsdp1", "fsdp2", "deepspeed", "megatron"]
 """Whose buffers and copies are counted."""
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "checkpointing": ("none", "elementwise", "selective", "alternate", "full"),
+    "checkpointing": (
+        "none",
+        "attention_core",
+        "selective",
+        "half_products",
+        "alternate",
+        "full",
+    ),
     "attention": ("eager", "fused_softmax", "flash1_biased", "flash1", "flash2", "flash3"),
     "loss": ("shifted", "full", "narrow", "fused_softmax", "chunked"),
     "norm": ("eager_fp32", "autocast_fp32", "fused"),
@@ -83,6 +100,7 @@ class PrecisionSpec:
     state: str = "fp32"
 
     def __post_init__(self) -> None:
+        require_types("precision", self)
         for name in ("param", "reduce", "grad", "master", "state"):
             require_choice("precision", name, getattr(self, name), ("fp32", "bf16", "fp16"))
         if self.matmul:
@@ -101,6 +119,38 @@ class PrecisionSpec:
     def item_bytes(self, use: str) -> float:
         """Bytes per element of one use, such as ``"param"``."""
         return ITEM_BYTES[getattr(self, use)]
+
+
+WIRE_BYTES = {"int8": 1 + 4 / 256, "int4": 0.5 + 4 / 256}
+"""Bytes per element of blocks of 256 whole numbers with an fp32 scale each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionSpec:
+    """What collectives over shards send, where that is narrower than what is computed with.
+
+    Attributes:
+        gather: Key of `WIRE_BYTES` for gathered parameters; empty for their own dtype.
+        reduce: The same for reduced gradients.
+    """
+
+    gather: str = ""
+    reduce: str = ""
+
+    def __post_init__(self) -> None:
+        require_types("compression", self)
+        for name in ("gather", "reduce"):
+            if getattr(self, name):
+                require_choice("compression", name, getattr(self, name), WIRE_BYTES)
+
+    def wire_bytes(self, use: str, item_bytes: float) -> float:
+        """Bytes per element on the wire.
+
+        Args:
+            use: ``"gather"`` or ``"reduce"``.
+            item_bytes: Where it is not compressed.
+        """
+        return WIRE_BYTES.get(getattr(self, use), item_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +172,7 @@ class OptimizerSpec:
     clips: bool = True
 
     def __post_init__(self) -> None:
+        require_types("optimizer", self)
         require_choice("optimizer", "kind", self.kind, ("adamw", "momentum", "sgd"))
         require_choice(
             "optimizer", "implementation", self.implementation, ("fused", "foreach", "loop")
@@ -163,6 +214,7 @@ class SoftwareSpec:
     dropout: bool = False
 
     def __post_init__(self) -> None:
+        require_types("software", self)
         for name in ("class_name", "norm", "attention", "loss"):
             require_choice("software", name, getattr(self, name), _CHOICES[name])
         require_choice("software", "engine", self.engine, _CHOICES["engine"])
@@ -181,6 +233,7 @@ class WorkloadSpec:
         optimizer: Optimizer.
         software: Implementations.
         parameters_offloaded: Parameter shards live in host memory too.
+        compression: What collectives over shards send.
     """
 
     seq_len: int
@@ -191,8 +244,10 @@ class WorkloadSpec:
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     software: SoftwareSpec = field(default_factory=SoftwareSpec)
     parameters_offloaded: bool = False
+    compression: CompressionSpec = field(default_factory=CompressionSpec)
 
     def __post_init__(self) -> None:
+        require_types("workload", self)
         require_positive(
             "workload",
             seq_len=self.seq_len,
@@ -200,7 +255,6 @@ class WorkloadSpec:
             accumulation=self.accumulation,
         )
         require_choice("workload", "checkpointing", self.checkpointing, _CHOICES["checkpointing"])
-        require_non_negative("workload", seq_len=self.seq_len)
 
     @property
     def tokens_per_micro_batch(self) -> int:

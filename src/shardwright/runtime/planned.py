@@ -1,25 +1,28 @@
-"""A plan file beside a run: is it a plan of this job, and what differs from it?
+"""A plan file for a run: how to shard as planned; is it a plan of this job; what differs from it.
 
 The planner isn't imported: its file is versioned plain data, of which the section ``engine`` is
-read here. Called by the ledger.
+read here. `read_plan` is public; the rest is called by the ledger.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from shardwright.core.errors import SpecError
+from shardwright.runtime.precision import Precision, dtype_name
 
 if TYPE_CHECKING:
     from shardwright.core.strategy import Gradients
     from shardwright.runtime.ledger import ReconciliationRow
     from shardwright.runtime.unit import ShardedUnit
 
-__all__ = ["beside_plan", "check_plan", "read_engine_section"]
+__all__ = ["RunPlan", "beside_plan", "check_plan", "read_engine_section", "read_plan"]
 
 _FORMAT = "shardwright-plan"
 _VERSION = 1
@@ -29,11 +32,65 @@ _KEYS = (
     "shard",
     "replicas",
     "gradients",
+    "micro_batch",
     "micro_batches",
+    "checkpoint_policy",
     "units",
     "memory_bytes",
     "sent_bytes",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What a plan says about a run.
+
+    Attributes:
+        mesh_arguments: Arguments of `init_mesh`.
+        shard_arguments: Arguments of `shard`, beside the mesh.
+        micro_batch: Samples per data rank and micro-batch.
+        micro_batches: Micro-batches per step.
+        checkpoint_policy: Policy for `checkpoint_activations`; None where backward recomputes
+            nothing.
+    """
+
+    mesh_arguments: dict[str, int]
+    shard_arguments: dict[str, Any]
+    micro_batch: int
+    micro_batches: int
+    checkpoint_policy: str | None
+
+
+def read_plan(plan: Mapping[str, Any] | str | Path) -> RunPlan:
+    """Read how a plan file wants a run.
+
+    Args:
+        plan: A plan file, or its content.
+
+    Raises:
+        SpecError: It can't be read, is no plan, or is of another version.
+    """
+    section = read_engine_section(plan)
+    arguments = dict(section["shard_arguments"])
+    names = arguments.get("precision")
+    if not isinstance(names, Mapping):
+        raise SpecError("the plan's 'shard_arguments' lack 'precision'; plan again")
+    param, reduce, master = (_dtype(names.get(use)) for use in ("param", "reduce", "master"))
+    arguments["precision"] = Precision(param=param, reduce=reduce, master=master)
+    return RunPlan(
+        mesh_arguments={"replicate": section["replicas"], "shard": section["shard"]},
+        shard_arguments=arguments,
+        micro_batch=section["micro_batch"],
+        micro_batches=section["micro_batches"],
+        checkpoint_policy=section["checkpoint_policy"],
+    )
+
+
+def _dtype(name: object) -> torch.dtype:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if name == dtype_name(dtype):
+            return dtype
+    raise SpecError(f"the plan's precision must be float32, bfloat16 or float16, found {name!r}")
 
 
 def read_engine_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
@@ -51,7 +108,7 @@ def read_engine_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, An
         name = f"the plan {plan}"
         try:
             found = json.loads(Path(plan).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, ValueError) as error:
+        except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
             raise SpecError(f"can't read {name}: {error}") from error
     if not isinstance(found, Mapping) or found.get("format") != _FORMAT:
         raise SpecError(
@@ -61,6 +118,11 @@ def read_engine_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, An
     if found.get("version") != _VERSION:
         raise SpecError(
             f"{name} has version {found.get('version')}, this release reads {_VERSION}; plan again"
+        )
+    if found.get("needs"):
+        raise SpecError(
+            f"{name} needs {' and '.join(found['needs'])}, which the engine doesn't run yet; plan "
+            "with max_tensor=1 and max_pipeline=1"
         )
     section = found.get("engine")
     missing = [key for key in _KEYS if not isinstance(section, Mapping) or key not in section]

@@ -2,7 +2,8 @@
 
 Importing this package, asking for help and refusing bad input load no torch: a sub-command imports
 what it runs inside its function. Errors of ours go to stderr as plain lines: exit code 2 for wrong
-settings, 1 for everything else.
+settings, 1 for everything else. A reader that closes the output early, such as `head`, ends the
+command without a word.
 """
 
 from __future__ import annotations

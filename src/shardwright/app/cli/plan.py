@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwright.app.cli.errors import writing_output
 from shardwright.core.errors import SpecError
 
 if TYPE_CHECKING:
@@ -14,31 +16,47 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
+_TOP = 12
+_PER_NODE = 8
+
 
 def plan(
     *,
     model: Annotated[
-        str, typer.Option(help="Preset, config.json of Hugging Face, or TOML file of sizes.")
+        str,
+        typer.Option(
+            help="Preset such as llama-3-8b, config.json of Hugging Face, or TOML of sizes."
+        ),
     ],
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")],
     global_batch: Annotated[
         int | None, typer.Option(help="Sequences per step over all ranks.")
     ] = None,
     global_batch_tokens: Annotated[
-        int | None, typer.Option(help="Tokens per step instead.")
+        int | None, typer.Option(help="Tokens per step over all ranks, instead of --global-batch.")
     ] = None,
-    cluster: Annotated[Path | None, typer.Option(help="TOML file of the cluster.")] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="TOML file of the cluster, instead of --device and so on.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Device, e.g. h100.")] = None,
     devices: Annotated[int | None, typer.Option(help="Devices in all.")] = None,
-    devices_per_node: Annotated[int, typer.Option(help="Devices of a node.")] = 8,
+    devices_per_node: Annotated[
+        int | None, typer.Option(help="Devices of a node.  [default: 8]")
+    ] = None,
     network: Annotated[
-        str | None, typer.Option(help="Network cards of a node, e.g. 8x400g-ib.")
+        str | None,
+        typer.Option(
+            help="Network cards of a node, e.g. 8x400g-ib.  [default: what such machines have]"
+        ),
     ] = None,
     pcie: Annotated[bool, typer.Option("--pcie", help="No NVLink inside a node.")] = False,
     strategy: Annotated[
-        list[str] | None, typer.Option(help="Compare these strategies only.")
+        list[str] | None,
+        typer.Option(help="Compare this strategy only; may be given several times."),
     ] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Fix the micro-batch.")] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Fix the sequences per data rank and micro-batch.")
+    ] = None,
     checkpointing: Annotated[
         str | None, typer.Option(help="Fix recomputation: none, selective or full.")
     ] = None,
@@ -46,7 +64,7 @@ def plan(
     max_pipeline: Annotated[int, typer.Option(help="Most pipeline stages.")] = 16,
     max_chunks: Annotated[
         int, typer.Option(help="Most pieces that a pipeline stage interleaves.")
-    ] = 1,
+    ] = 8,
     forward_prefetch: Annotated[int, typer.Option(help="Units gathered ahead in forward.")] = 1,
     backward_prefetch: Annotated[int, typer.Option(help="Units gathered ahead in backward.")] = 1,
     backward_prefetch_at: Annotated[
@@ -58,28 +76,44 @@ def plan(
     residency: Annotated[
         int, typer.Option(help="Blocks kept gathered from forward to backward.")
     ] = 0,
-    context: Annotated[int, typer.Option(help="Not modelled: context parallelism.")] = 1,
-    compression: Annotated[
-        str | None, typer.Option(help="Not modelled: compressed collectives.")
+    context: Annotated[
+        int | None, typer.Option(help="Not modelled: context parallelism.", hidden=True)
     ] = None,
-    headroom: Annotated[float, typer.Option(help="Share of memory to leave free.")] = 0.05,
-    attention: Annotated[str, typer.Option(help="Attention kernel.")] = "flash2",
-    loss: Annotated[str, typer.Option(help="full, fused_softmax or chunked.")] = "full",
-    software: Annotated[str, typer.Option(help="eager, compiled or fused.")] = "eager",
-    reduce: Annotated[str, typer.Option(help="Dtype of gradients on the wire.")] = "fp32",
+    compression: Annotated[
+        str | None, typer.Option(help="What is sent, e.g. gather=int8,reduce=int4.")
+    ] = None,
+    headroom: Annotated[
+        float, typer.Option(help="Share of each device's memory to leave free.")
+    ] = 0.05,
+    attention: Annotated[
+        str, typer.Option(help="Attention kernel: eager, flash1, flash2 or flash3.")
+    ] = "flash2",
+    loss: Annotated[
+        str, typer.Option(help="Cross-entropy: full, narrow, fused_softmax or chunked.")
+    ] = "full",
+    software: Annotated[
+        str, typer.Option(help="How a step is executed: eager, compiled or fused.")
+    ] = "eager",
+    reduce: Annotated[
+        str, typer.Option(help="Dtype in which gradients are reduced: fp32 or bf16.")
+    ] = "fp32",
     offload_optimizer: Annotated[
         bool, typer.Option("--offload-optimizer", help="Masters and moments in host memory.")
     ] = False,
     probe: Annotated[
         Path | None, typer.Option(help="JSON of one measured step to scale by.")
     ] = None,
-    top: Annotated[int, typer.Option(help="Layouts to show.")] = 12,
-    out: Annotated[Path | None, typer.Option(help="Write the best as a plan file.")] = None,
+    top: Annotated[
+        int | None, typer.Option(min=1, help="Layouts in the table.  [default: 12]")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the recommended layout to this plan file.")
+    ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Derive the best layout's figures.")
+        bool, typer.Option("--explain", help="Derive the recommended layout's figures.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, not a table.")] = False,
 ) -> None:
     """Compare strategies and layouts of a run: memory, bytes, time, and which to take.
 
@@ -88,7 +122,12 @@ def plan(
     """
     from shardwright.app.plan import plan as make_plans
     from shardwright.planner.search import SearchSpace
+    from shardwright.planner.text_files import require_writable
 
+    _refuse_several({"--json": as_json, "--csv": as_csv, "--explain": explain})
+    _refuse_several({"--json": as_json, "--csv": as_csv, "--top": top is not None})
+    if out is not None:
+        require_writable(out, "plan file")
     workload: dict[str, Any] = {
         "seq_len": seq_len,
         "global_batch": global_batch,
@@ -123,9 +162,10 @@ def plan(
         ),
         probe=probe,
     )
+    with writing_output():
+        print(_shown(plans, top or _TOP, explain=explain, as_json=as_json, as_csv=as_csv))
     if out is not None:
         plans.save(out)
-    print(_shown(plans, top, explain=explain, as_json=as_json, as_csv=as_csv))
 
 
 def _shown(plans: Plans, top: int, *, explain: bool, as_json: bool, as_csv: bool) -> str:
@@ -136,11 +176,18 @@ def _shown(plans: Plans, top: int, *, explain: bool, as_json: bool, as_csv: bool
     return plans.table(top) + (f"\n{_explained(plans)}" if explain else "")
 
 
+def _refuse_several(options: Mapping[str, bool]) -> None:
+    """Refuse options of which only one would have an effect."""
+    given = [name for name, is_given in options.items() if is_given]
+    if len(given) > 1:
+        raise SpecError(f"{' and '.join(given)} exclude each other; drop one")
+
+
 def _cluster(
     file: Path | None,
     device: str | None,
     devices: int | None,
-    per_node: int,
+    per_node: int | None,
     network: str | None,
     *,
     pcie: bool,
@@ -149,10 +196,29 @@ def _cluster(
     from shardwright.planner.files import read_cluster
 
     if file is not None:
+        options = {
+            "--device": device,
+            "--devices": devices,
+            "--devices-per-node": per_node,
+            "--network": network,
+            "--pcie": pcie or None,
+        }
+        given = [name for name, value in options.items() if value is not None]
+        if given:
+            raise SpecError(
+                f"--cluster describes the whole cluster, found {', '.join(given)} too; change the "
+                f"file {str(file)!r}, or drop --cluster"
+            )
         return read_cluster(file)
     if device is None or devices is None:
         raise SpecError("give --cluster FILE.toml, or --device and --devices")
-    return make_cluster(device, devices, devices_per_node=per_node, network=network, uses_pcie=pcie)
+    return make_cluster(
+        device,
+        devices,
+        devices_per_node=_PER_NODE if per_node is None else per_node,
+        network=network,
+        uses_pcie=pcie,
+    )
 
 
 def _strategies(names: list[str]) -> tuple[str, ...]:

@@ -137,13 +137,12 @@ def _resolve(given: Config, job: Job | None) -> Config:
 def _check_inputs(config: Config) -> None:
     """Refuse wrong paths before any rank starts and anything is written."""
     from shardwright.app.data import find_documents
-    from shardwright.app.run_folder import require_unused
+    from shardwright.app.run_folder import RUNS, require_unused
     from shardwright.app.tokenizer import load_tokenizer
 
     config.model.decoder(load_tokenizer(config.data.tokenizer).vocab_size)
     find_documents(config.data.paths)
-    if config.run.out is not None:
-        require_unused(Path(config.run.out))
+    require_unused(RUNS / "new" if config.run.out is None else Path(config.run.out))
 
 
 def _launch(config: Config) -> NoReturn:

@@ -8,12 +8,14 @@ from typing import Annotated
 
 import typer
 
+from shardwright.app.cli.errors import writing_output
+
 __all__ = ["validate"]
 
 
 def validate(
     rows: Annotated[
-        Path | None, typer.Argument(metavar="[ROWS.csv]", help="Table of measured speeds.")
+        Path | None, typer.Argument(metavar="ROWS.csv", help="Table of measured speeds.")
     ] = None,
     memory: Annotated[Path | None, typer.Option(help="Table of measured memory.")] = None,
     fit: Annotated[
@@ -28,15 +30,20 @@ def validate(
 
     Measured columns are compared with, never used. Each source is judged with efficiencies fitted
     without its family, beside one constant utilisation per device on the same rows. Memory in GiB.
+    docs/planner.md lists the columns of each table.
     """
     from rich.console import Console
 
     from shardwright.app import validate as report_module
+    from shardwright.planner.text_files import require_writable
 
+    if rows_out is not None:
+        require_writable(rows_out, "table of predictions")
     report = report_module.make_report(rows, memory, fit)
     if rows_out is not None:
         report_module.write_rows(report, rows_out)
-    if as_json:
-        print(json.dumps(report_module.as_json(report), indent=1))
-    else:
-        report_module.print_report(Console(), report)
+    with writing_output():
+        if as_json:
+            print(json.dumps(report_module.as_json(report), indent=1))
+        else:
+            report_module.print_report(Console(), report)

@@ -84,9 +84,7 @@ def unit_time(
     """
     class_name = workload.software.class_name
     kind = workload.checkpointing if is_checkpointed else "none"
-    again = _recomputed_s(
-        kind, class_name, forward.products_s, forward.attention_s, forward.elementwise_s
-    )
+    again = _recomputed_s(kind, forward.products_s, forward.attention_s, forward.elementwise_s)
     return PassTime(
         forward_s=forward.seconds(class_name),
         backward_s=backward.seconds(class_name) + sum(again),
@@ -189,20 +187,19 @@ def _products_s(
 
 
 def _recomputed_s(
-    kind: str, class_name: str, products: float, attention: float, pointwise: float
+    kind: str, products: float, attention: float, pointwise: float
 ) -> tuple[float, float, float]:
     """What backward computes again: products, attention, elementwise operations.
 
-    Selective means attention's core in hand-fused software (Korthikanti et al., arXiv 2205.05198)
-    and, elsewhere, elementwise operations and every second product (torch's policy of operators).
+    Attention's core alone is the kind of Korthikanti et al. (arXiv 2205.05198).
     """
     if kind in ("full", "alternate"):
         return products, attention, pointwise
-    if kind == "elementwise":
-        return 0.0, 0.0, pointwise
-    if kind == "selective" and class_name == "fused":
-        return 0.0, attention, 0.0
     if kind == "selective":
+        return 0.0, 0.0, pointwise
+    if kind == "attention_core":
+        return 0.0, attention, 0.0
+    if kind == "half_products":
         return products / 2, 0.0, pointwise
     return 0.0, 0.0, 0.0
 

@@ -12,14 +12,30 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwright.planner.cluster import ClusterSpec, LinkSpec
+from shardwright.planner.device import DeviceSpec
 
-__all__ = ["Group", "all_gather_s", "all_reduce_s", "make_group", "point_to_point_s"]
+__all__ = [
+    "Group",
+    "all_gather_s",
+    "all_reduce_s",
+    "make_group",
+    "point_to_point_s",
+    "taken_s",
+]
 
 _LAUNCH_S = 12e-6
 """Time to start a collective's kernel on all ranks, s."""
 
 _RAMP_BYTES = 2**20
 """Bytes per rank and hop at which half of a link's bandwidth is reached inside a node."""
+
+
+_ACCESSES = 3.0
+"""Passes through device memory per byte of a ring: it arrives in a buffer, is read from there, and
+is written as a result or added to what is there."""
+
+_CHANNELS = 8
+"""Multiprocessors that a collective's kernel holds; NCCL takes 1 to 32, by what the links need."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,3 +128,19 @@ def point_to_point_s(num_bytes: float, group: Group) -> float:
     if group.size == 1 or num_bytes <= 0:
         return 0.0
     return _LAUNCH_S + num_bytes / (group.gbps * 1e9) + group.node_hop_s
+
+
+def taken_s(hidden_s: float, moved_bytes: float, device: DeviceSpec) -> float:
+    """Seconds that collectives take from the computation they are hidden behind.
+
+    What they move passes through device memory, and their kernels hold multiprocessors as long as
+    they run. The first depends on bytes alone and the second grows with time: a slower link takes
+    more, never less. Ignores that products leave memory bandwidth unused.
+
+    Args:
+        hidden_s: Time they run beside computation.
+        moved_bytes: Bytes a rank sends in that time.
+        device: Whose memory and multiprocessors.
+    """
+    through_memory_s = _ACCESSES * moved_bytes / (device.memory_gbps * 1e9)
+    return min(hidden_s, through_memory_s + hidden_s * _CHANNELS / device.num_sms)

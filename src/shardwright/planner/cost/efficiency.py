@@ -25,10 +25,12 @@ class Efficiency:
     Attributes:
         matmul: On matrix products, attention included.
         memory: On operations bound by memory bandwidth.
+        doubt: Why predictions with them may be wrong, in words; empty where nothing says so.
     """
 
     matmul: float = 1.0
     memory: float = 1.0
+    doubt: str = ""
 
 
 GENERIC = Efficiency()

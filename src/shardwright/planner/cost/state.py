@@ -15,7 +15,7 @@ from shardwright.core.memory import MemoryPlan, plan_memory
 from shardwright.core.strategy import Gathered, Gradients
 from shardwright.planner.layout import LayoutSpec
 from shardwright.planner.units import PlannedUnit
-from shardwright.planner.workload import WorkloadSpec
+from shardwright.planner.workload import WIRE_BYTES, WorkloadSpec
 
 __all__ = ["StateBytes", "engine_plan", "paper_state_bytes", "state_bytes"]
 
@@ -105,6 +105,7 @@ def state_bytes(
             for name in ("parameter_shards", "compute_shards", "gradient_shards"):
                 held[name] = 0.0
         held["optimizer_state"] = moments
+        held["wire_buffers"] = _wire_buffers(units, workload)
         return StateBytes(
             at_loss=dict(held),
             in_backward=dict(held),
@@ -126,6 +127,13 @@ def state_bytes(
         in_step=held | parts.gradients | {"optimizer_transient": transient + parts.cast},
         at_start=parts.start,
     )
+
+
+def _wire_buffers(units: Sequence[PlannedUnit], workload: WorkloadSpec) -> float:
+    """Bytes of what compressed collectives send: one gather and one reduction at a time."""
+    largest = max((unit.numel for unit in units), default=0)
+    used = (getattr(workload.compression, use) for use in ("gather", "reduce"))
+    return largest * sum(WIRE_BYTES[kind] for kind in used if kind)
 
 
 @dataclass(frozen=True, kw_only=True)
