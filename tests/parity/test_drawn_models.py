@@ -15,6 +15,7 @@ from tests.support.pool import RankPool
 
 SEED = 20
 EXAMPLES = {1: 15, 2: 30, 3: 25, 4: 40}
+EXAMPLES_WITH_CASTS = {1: 6, 2: 14, 3: 10, 4: 12}
 
 
 @pytest.mark.parametrize("world", EXAMPLES)
@@ -25,6 +26,21 @@ def test_drawn_models_and_ways_of_training_equal_one_process(pool: RankPool, wor
         smallest = explain(shrink(pool, failures[0], tries=40))
         pytest.fail(
             f"{len(failures)} of {EXAMPLES[world]} specs failed, seed {SEED + world}; one of them, "
+            f"simplified:\n{smallest}"
+        )
+
+
+@pytest.mark.parametrize("world", EXAMPLES_WITH_CASTS)
+def test_drawn_dtypes_and_precisions_equal_one_process_bit_for_bit(
+    pool: RankPool, world: int
+) -> None:
+    """Parameters, losses and norms: what rounds, and in which order, is what `Emulated` says."""
+    count = EXAMPLES_WITH_CASTS[world]
+    failures = find_failures(pool, draw_specs(count, SEED + world, (world,), casts=True))
+    if failures:
+        smallest = explain(shrink(pool, failures[0], tries=40))
+        pytest.fail(
+            f"{len(failures)} of {count} specs failed, seed {SEED + world}; one of them, "
             f"simplified:\n{smallest}"
         )
 
@@ -70,6 +86,55 @@ FOUND_ONCE = {
         micro_batches=2,
         to_none=False,
         discards=True,
+    ),
+    "gradients reduced in another dtype, zeroed between micro-batches": Spec(
+        strategy="zero1",
+        micro_batches=2,
+        to_none=False,
+        discards=True,
+        precision=(("reduce", "bfloat16"),),
+    ),
+    "the same, zeroed after a step, and a parameter without one in the next": Spec(
+        strategy="zero1",
+        parts=(PartSpec(inner=True, runs="odd steps"),),
+        units="bodies",
+        micro_batches=2,
+        to_none=False,
+        precision=(("reduce", "bfloat16"),),
+    ),
+    "sums over replicas sent late, from a buffer others used since": Spec(
+        shape=(2, 2),
+        strategy="hybrid",
+        parts=(PartSpec(hidden=13),) * 6,
+        units="parts",
+        evaluates="abandoned",
+        settings=(("transport", "collective"),),
+        precision=(("reduce", "bfloat16"),),
+    ),
+    "frozen parameters wider than masters, gathered by the backend": Spec(
+        parts=(PartSpec(frozen="some"),),
+        settings=(("transport", "collective"),),
+        precision=(("master", "bfloat16"),),
+    ),
+    "kept modules in a unit with wider masters": Spec(
+        parts=(PartSpec(norm="layer", dtypes=("float32",)),),
+        units="whole",
+        dtypes=("float64",),
+        precision=(("keep", ("norm", "body")),),
+    ),
+    "an embedding kept in float32": Spec(
+        table="plain", precision=(("param", "bfloat16"), ("keep", ("table",)))
+    ),
+    "frozen parameters wider than all that train": Spec(
+        parts=(PartSpec(frozen="all", dtypes=("float64",)),),
+        units="whole",
+        dtypes=("float32",),
+    ),
+    "norms of gradients of several dtypes": Spec(
+        parts=(PartSpec(dtypes=("float64",)),), dtypes=("float32",), units="leaves", clip=2.0
+    ),
+    "means over three ranks in narrow masters": Spec(
+        shape=(3, 1), strategy="hybrid", precision=(("reduce", "float32"), ("master", "bfloat16"))
     ),
 }
 

@@ -8,6 +8,7 @@ The same seed draws the same specs, so a run can be repeated and extended:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import math
 import sys
@@ -110,8 +111,66 @@ def specs(draw: st.DrawFn, worlds: tuple[int, ...]) -> Spec:
     )
 
 
-def draw_specs(count: int, seed: int, worlds: tuple[int, ...] = (1, 2, 3, 4)) -> list[Spec]:
-    """Draw specs; the same for the same arguments."""
+_DTYPES = ["float64", "float32", "float32", "bfloat16"]
+_KEPT = ["norm", "inner", "side", "body", "body.down", "first"]
+
+
+def dtypes(max_size: int) -> st.SearchStrategy[tuple[str, ...]]:
+    return st.lists(st.sampled_from(_DTYPES), min_size=1, max_size=max_size).map(tuple)
+
+
+@st.composite
+def precisions(draw: st.DrawFn, spec: Spec) -> tuple[tuple[str, object], ...]:
+    """Fields of `sw.Precision`, without what it refuses: kept parameters tied to others."""
+    kept = list(_KEPT)
+    if spec.table != "tied":
+        kept += ["head", "table"]
+    if not any(p.ties or p.norm == "shared" for p in spec.parts):
+        kept.append("parts.0")
+    if not any(p.kind == "matrices" for p in spec.parts):
+        kept.append("body.up")
+    wide, wire = ["float32", "float64"], ["bfloat16", "float16", "float32", "float64"]
+    choices: dict[str, st.SearchStrategy[object]] = {
+        "param": st.sampled_from(["bfloat16", "bfloat16", *wire]),
+        "reduce": st.sampled_from(["bfloat16", *wire]),
+        "buffer": st.sampled_from(["bfloat16", *wide]),
+        "output": st.sampled_from(["bfloat16", *wide]),
+        "master": st.sampled_from(["bfloat16", *wide]),
+        "keep": st.lists(st.sampled_from(kept), min_size=1, max_size=3, unique=True).map(tuple),
+    }
+    return tuple(draw(st.fixed_dictionaries({}, optional=choices)).items())
+
+
+@st.composite
+def cast_specs(draw: st.DrawFn, worlds: tuple[int, ...]) -> Spec:
+    """Specs with dtypes other than float64, of those whose bits one process can foretell.
+
+    That leaves out two backwards in one micro-batch, where ranks take turns; the order in which a
+    backend adds up more than two; and sums inside a matrix product, as layers that write their
+    gradients directly do.
+    """
+    spec = draw(specs(worlds))
+    parts = tuple(
+        dataclasses.replace(p, shift=draw(st.booleans()), dtypes=draw(dtypes(6)))
+        for p in spec.parts
+    )
+    widest = spec.world if spec.strategy == "ddp" else max(spec.shape)
+    left_out = {"direct_gradients"} | ({"transport"} if widest > 2 else set())
+    options = [(name, value) for name, value in spec.settings if name not in left_out]
+    spec = dataclasses.replace(
+        spec,
+        parts=parts,
+        dtypes=draw(dtypes(3)),
+        style=draw(st.sampled_from(["plain", "two forwards"])),
+        settings=tuple(options),
+    )
+    return dataclasses.replace(spec, precision=draw(precisions(spec)))
+
+
+def draw_specs(
+    count: int, seed: int, worlds: tuple[int, ...] = (1, 2, 3, 4), *, casts: bool = False
+) -> list[Spec]:
+    """Draw specs, in float64 or with casts; the same for the same arguments."""
     found: list[Spec] = []
 
     @hypothesis.seed(seed)
@@ -123,7 +182,7 @@ def draw_specs(count: int, seed: int, worlds: tuple[int, ...] = (1, 2, 3, 4)) ->
         derandomize=False,
         suppress_health_check=list(HealthCheck),
     )
-    @given(specs(worlds))
+    @given(cast_specs(worlds) if casts else specs(worlds))
     def collect(spec: Spec) -> None:
         found.append(spec)
 
@@ -202,11 +261,13 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 3, 4])
+    parser.add_argument("--casts", action="store_true", help="draw dtypes too")
     parser.add_argument("--shrink", type=int, default=3, help="failures to shrink")
     arguments = parser.parse_args()
     started = time.monotonic()
     pool = RankPool()
-    drawn = draw_specs(arguments.examples, arguments.seed, tuple(arguments.worlds))
+    worlds = tuple(arguments.worlds)
+    drawn = draw_specs(arguments.examples, arguments.seed, worlds, casts=arguments.casts)
     failures = find_failures(pool, drawn, lambda line: print(line, flush=True))
     for failure in failures:
         print(f"\nfailed: {explain(failure)}")

@@ -1,7 +1,9 @@
 """Models and ways of training, described by plain values so that they can be drawn at random.
 
-A `Spec` says everything about one run. `compare` trains each on the ranks and in one process on the
-concatenated batch, and tells what differs. `tests.support.drawing` draws specs; run many with
+A `Spec` says everything about one run. `compare` trains each on the ranks and in one process, and
+tells what differs: in float64, plain torch on the concatenated batch, within a tolerance; where a
+spec has other dtypes, `Emulated` ranks, bit for bit. `tests.support.drawing` draws specs; run many
+with
 
     python -m tests.support.drawn --examples 500 --seed 1
 """
@@ -10,10 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
+import statistics
 import traceback
+import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +28,8 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.runtime.units import find_units
-from tests.support.parity import mean_over_ranks, mesh_of, worst_difference
+from tests.support.emulated import Emulated
+from tests.support.parity import mesh_of, worst_difference
 
 TOLERANCE = 1e-9
 LENGTH = 3
@@ -48,6 +54,9 @@ class PartSpec:
         runs: ``always``, or in which calls of the model it runs or is used.
         calls: How often in a row.
         ties: Whether its first weight is that of the part before, where sizes agree.
+        shift: Whether it adds a floating-point buffer.
+        dtypes: Of its norm, the body's first and second module, inner block, side and scalars, in
+            turn; all float64 where empty.
     """
 
     kind: str = "mlp"
@@ -62,6 +71,8 @@ class PartSpec:
     runs: str = "always"
     calls: int = 1
     ties: bool = False
+    shift: bool = False
+    dtypes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +100,8 @@ class Spec:
         residency: Units that stay gathered, as bits over their indices.
         flags: On which ranks and calls side parameters are used, as bits.
         settings: Of the engine.
+        dtypes: Of the first layer, the table and the head, in turn; all float64 where empty.
+        precision: Fields of `sw.Precision`, with names of dtypes and paths of modules.
         seed: Of values and data.
     """
 
@@ -112,11 +125,18 @@ class Spec:
     residency: int = 0
     flags: int = 0
     settings: tuple[tuple[str, Any], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    precision: tuple[tuple[str, Any], ...] = ()
     seed: int = 0
 
     @property
     def world(self) -> int:
         return self.shape[0] * self.shape[1]
+
+    @property
+    def has_casts(self) -> bool:
+        """Whether anything is not float64 throughout."""
+        return bool(self.precision or self.dtypes or any(p.dtypes for p in self.parts))
 
 
 class Inner(nn.Module):
@@ -189,6 +209,7 @@ class Part(nn.Module):
         self.gain = nn.Parameter(torch.tensor(0.5)) if spec.scalars else 0.5
         self.single = nn.Parameter(torch.full((1,), 0.1)) if spec.scalars else 0.0
         self.side = Side(width) if spec.side else None
+        self.register_buffer("shift", torch.full((width,), 0.3) if spec.shift else None)
         if spec.ties and before is not None:
             _tie(self.body, before.body)
 
@@ -196,7 +217,26 @@ class Part(nn.Module):
         y = self.inner(self.body(self.norm(x)) * self.gain + self.single)
         if self.side is not None:
             y = y + self.side(x, flags)
+        if self.shift is not None:
+            y = y + self.shift.to(y.dtype)
         return torch.tanh(x + y)
+
+    def take_dtypes(self, dtypes: tuple[str, ...], before: Part | None) -> None:
+        """Convert modules in turn; what is shared with the part before keeps its dtype."""
+        body, first = self.body, getattr(self.body.up, "weight", None)
+        is_tied = first is not None and before is not None
+        is_tied = is_tied and first is getattr(before.body.up, "weight", None)
+        norm = None if before is not None and self.norm is before.norm else self.norm
+        own = [self.gain, self.single, self.shift]
+        modules = [norm, body.up, getattr(body, "down", None), self.inner, self.side, *own]
+        for i, module in enumerate(modules):
+            dtype = getattr(torch, dtypes[min(i, 5) % len(dtypes)])
+            if module is body.up and is_tied:
+                dtype = next(before.body.up.parameters()).dtype
+            if isinstance(module, nn.Module):
+                module.to(dtype)
+            elif isinstance(module, torch.Tensor):
+                module.data = module.data.to(dtype)
 
 
 def _tie(body: Body, other: Body) -> None:
@@ -293,6 +333,18 @@ class Model(nn.Module):
             if p.requires_grad
         ]
 
+    def take_dtypes(self) -> None:
+        """Convert parameters to the spec's dtypes."""
+        spec, before = self.spec, None
+        for part, made in zip(spec.parts, self.parts, strict=False):
+            made.take_dtypes(part.dtypes or ("float64",), before)
+            before = made
+        dtypes = [getattr(torch, d) for d in spec.dtypes or ("float64",)]
+        self.first.to(dtypes[0])
+        self.head.to(dtypes[2 % len(dtypes)])
+        if self.table is not None:
+            self.table.to(dtypes[1 % len(dtypes)])
+
     def freeze_once(self, step: int) -> None:
         for parameter in self.frozen_once:
             parameter.requires_grad_(step != 1)
@@ -348,14 +400,69 @@ def batch_for(spec: Spec, step: int, micro_batch: int, ranks: int) -> dict[str, 
     }
 
 
-def make_optimizer(spec: Spec, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(spec: Spec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    found = list(parameters)
     if spec.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.SGD(found, lr=0.05, momentum=0.9)
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in found if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in found if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=0.01, fused=spec.optimizer == "fused adamw")
+
+
+def precision_of(spec: Spec, model: nn.Module) -> sw.Precision:
+    """The argument `precision`, keeping only what is in the model."""
+    fields = dict(spec.precision)
+    paths = [f".{path}" for path, _ in model.named_modules()]
+    keep = [k for k in fields.pop("keep", ()) if any(p.endswith("." + k) for p in paths)]
+    return sw.Precision(keep=tuple(keep), **{n: getattr(torch, d) for n, d in fields.items()})
+
+
+def build(spec: Spec) -> Model:
+    torch.manual_seed(spec.seed)
+    model = Model(spec).double()
+    model.take_dtypes()
+    precision = precision_of(spec, model)
+    if spec.has_casts:
+        _cast_between(model, precision)
+    return model
+
+
+_CASTING = (nn.Linear, nn.Conv1d, nn.LSTM, nn.MultiheadAttention, nn.LayerNorm, nn.RMSNorm, Side)
+
+
+def _cast_between(model: Model, precision: sw.Precision) -> None:
+    """Let modules cast their inputs to the dtype they compute in, where that is their own.
+
+    With `Precision.param` that is so inside kept modules only, which are cast for as a whole.
+    """
+    kept = [
+        (path, module)
+        for path, module in model.named_modules()
+        if any(f".{path}".endswith(f".{k}") for k in precision.keep)
+    ]
+    paths = [path for path, _ in kept]
+    outermost = {id(m) for p, m in kept if not any(p.startswith(f"{o}.") for o in paths)}
+    inside = {id(m) for _, module in kept for m in module.modules()}
+    for module in model.modules():
+        is_kept = id(module) in inside
+        if precision.param is not None and (not is_kept or id(module) in outermost):
+            continue
+        is_matrices = isinstance(module, Body) and module.kind == "matrices"
+        if is_matrices or isinstance(module, _CASTING):
+            dtype = next(module.parameters()).dtype
+            if is_kept:
+                dtype = torch.promote_types(dtype, torch.float32)
+            module.register_forward_pre_hook(CastInputs(dtype))
+
+
+class CastInputs:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> Any:
+        return tuple(a.to(self.dtype) if a.is_floating_point() else a for a in args)
 
 
 @dataclass(kw_only=True)
@@ -369,91 +476,182 @@ class Found:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def shard(spec: Spec, model: Model, mesh: sw.Mesh) -> Model:
-    units = units_of(spec, model)
-    names = [u.name for u in find_units(model, units)]
-    residency = [n for i, n in enumerate(names) if spec.residency >> i & 1]
-    if spec.checkpoints == "before":
-        sw.checkpoint_activations(model, units=Part)
-    settings = dict(spec.settings)
-    model = sw.shard(model, spec.strategy, mesh=mesh, units=units, residency=residency, **settings)
-    if spec.checkpoints == "after":
-        sw.checkpoint_activations(model, units=Part)
-    return model
+class OneProcess:
+    """A plain model on all ranks' samples."""
+
+    def __init__(self, spec: Spec, mesh: sw.Mesh) -> None:
+        self.spec, self.mesh = spec, mesh
+        self.model = build(spec)
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return self.model.parameters()
+
+    def loss(self, rank: int | None, step: int, micro_batch: int, factor: float) -> torch.Tensor:
+        """The loss on one rank's samples, or on all."""
+        batch = batch_for(self.spec, step, micro_batch, self.mesh.data_size)
+        if rank is not None:
+            batch = {k: v[SAMPLES * rank : SAMPLES * (rank + 1)] for k, v in batch.items()}
+        batch["x"] = factor * batch["x"]
+        return self.call(batch, step, micro_batch)
+
+    def call(self, *args: Any) -> torch.Tensor:
+        return self.model(*args)
+
+    def train_on(self, rank: int | None, step: int, micro_batch: int) -> torch.Tensor:
+        """Forward and backward in the spec's style."""
+        loss = functools.partial(self.loss, rank, step, micro_batch)
+        return STYLES[self.spec.style](loss, self.spec.micro_batches).detach().double()
+
+    def evaluate(self, step: int) -> None:
+        """A forward whose backward never comes."""
+
+    def run(self, step: int, micro_batch: int, *, is_last: bool) -> float:
+        """Run one micro-batch; returns its loss over all ranks."""
+        return self.train_on(None, step, micro_batch).item()
+
+    def without_gradients(self) -> list[str]:
+        return [n for n, p in self.model.named_parameters() if p.grad is None]
+
+    def clip(self, order: float) -> float:
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1, order).item()
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad(set_to_none=self.spec.to_none)
+
+    def held_bytes(self) -> int:
+        """Bytes gathered now."""
+        return 0
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {k: v.clone() for k, v in self.model.state_dict().items()}
 
 
-def train(spec: Spec, mesh: sw.Mesh, *, is_sharded: bool) -> Found:
-    """Three steps, sharded on this rank's samples or plainly on all."""
-    torch.manual_seed(spec.seed)
-    model, found = Model(spec).double(), Found()
-    if is_sharded:
-        model = shard(spec, model, mesh)
-    optimizer = make_optimizer(spec, model)
+class OnRanks(OneProcess):
+    """A sharded model on this rank's samples."""
+
+    def __init__(self, spec: Spec, mesh: sw.Mesh) -> None:
+        super().__init__(spec, mesh)
+        units = units_of(spec, self.model)
+        names = [u.name for u in find_units(self.model, units)]
+        residency = [n for i, n in enumerate(names) if spec.residency >> i & 1]
+        options = dict(spec.settings)
+        if spec.has_casts:  # sums inside a matrix product round as nothing else does
+            options["direct_gradients"] = False
+        if spec.checkpoints == "before":
+            sw.checkpoint_activations(self.model, units=Part)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Precision.master")
+            sw.shard(
+                self.model,
+                spec.strategy,
+                mesh=mesh,
+                units=units,
+                residency=residency,
+                precision=precision_of(spec, self.model),
+                **options,
+            )
+        if spec.checkpoints == "after":
+            sw.checkpoint_activations(self.model, units=Part)
+
+    def evaluate(self, step: int) -> None:
+        with torch.set_grad_enabled(self.spec.evaluates == "abandoned"):
+            self.loss(self.mesh.data_rank, step, 0, 1.0)
+
+    def run(self, step: int, micro_batch: int, *, is_last: bool) -> float:
+        apart = self.spec.accumulates and not is_last
+        with sw.accumulate(self.model) if apart else contextlib.nullcontext():
+            value = self.train_on(self.mesh.data_rank, step, micro_batch)
+        values = torch.zeros(self.mesh.data_size, dtype=torch.float64)
+        values[self.mesh.data_rank] = value
+        if self.mesh.data_size > 1:
+            dist.all_reduce(values)
+        return statistics.fmean(values.tolist())
+
+    def clip(self, order: float) -> float:
+        return sw.clip_grad_norm_(self.model, 0.1, order).item()
+
+    def held_bytes(self) -> int:
+        return sw.ledger(self.model).unsharded_bytes
+
+    def state(self) -> dict[str, torch.Tensor]:
+        with sw.unsharded(self.model):
+            return super().state()
+
+
+class AllRanksInOne(OneProcess):
+    """All ranks of a sharded model, one after another in this process."""
+
+    def __init__(self, spec: Spec, mesh: sw.Mesh, sharded: Model) -> None:
+        super().__init__(spec, mesh)
+        precision = precision_of(spec, self.model)
+        self.ranks = Emulated(self.model, sharded, units_of(spec, self.model), precision)
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return self.ranks.parameters()
+
+    def call(self, *args: Any) -> torch.Tensor:
+        return self.ranks(*args)
+
+    def run(self, step: int, micro_batch: int, *, is_last: bool) -> float:
+        values = []
+        for rank in range(self.mesh.data_size):
+            with self.ranks.as_rank(rank):
+                values.append(self.train_on(rank, step, micro_batch).item())
+        self.ranks.backward_ended(is_last=is_last or not self.spec.accumulates)
+        return statistics.fmean(values)
+
+    def without_gradients(self) -> list[str]:
+        return self.ranks.without_gradients()
+
+    def clip(self, order: float) -> float:
+        return self.ranks.clip(0.1, order)
+
+    def zero_grad(self) -> None:
+        self.ranks.zero_grad(set_to_none=self.spec.to_none)
+
+
+def train(spec: Spec, way: OneProcess) -> Found:
+    """Three steps."""
+    found = Found()
+    optimizer = make_optimizer(spec, way.parameters())
     for step in range(3):
-        model.freeze_once(step)
+        way.model.freeze_once(step)
         if spec.evaluates:
-            with torch.set_grad_enabled(spec.evaluates == "abandoned"):
-                model(_batch(spec, step, 0, mesh, is_sharded), step, 0)
+            way.evaluate(step)
         for micro_batch in range(spec.micro_batches):
-            found.losses.append(_run(spec, model, step, micro_batch, mesh, is_sharded))
+            is_last = micro_batch == spec.micro_batches - 1
+            found.losses.append(way.run(step, micro_batch, is_last=is_last))
             if spec.discards and step == 1 and micro_batch == 0:
-                model.zero_grad(set_to_none=spec.to_none)
-        found.is_none.append([n for n, p in model.named_parameters() if p.grad is None])
+                way.zero_grad()
+        found.is_none.append(way.without_gradients())
         if spec.clip:
-            found.norms.append(_clip(spec, model, is_sharded))
-        if is_sharded:
-            found.held_bytes.append(sw.ledger(model).unsharded_bytes)
+            found.norms.append(way.clip(spec.clip))
+        found.held_bytes.append(way.held_bytes())
         optimizer.step()
-        optimizer.zero_grad(set_to_none=spec.to_none)
-    with sw.unsharded(model) if is_sharded else contextlib.nullcontext():
-        found.state = {k: v.clone() for k, v in model.state_dict().items()}
+        way.zero_grad()
+    found.state = way.state()
     return found
-
-
-def _run(
-    spec: Spec, model: Model, step: int, micro_batch: int, mesh: sw.Mesh, is_sharded: bool
-) -> float:
-    """Run one micro-batch; returns its loss over all ranks."""
-    batch = _batch(spec, step, micro_batch, mesh, is_sharded)
-
-    def loss(factor: float) -> torch.Tensor:
-        return model({**batch, "x": factor * batch["x"]}, step, micro_batch)
-
-    is_last = micro_batch == spec.micro_batches - 1
-    apart = is_sharded and spec.accumulates and not is_last
-    with sw.accumulate(model) if apart else contextlib.nullcontext():
-        value = STYLES[spec.style](loss, spec.micro_batches).detach()
-    return mean_over_ranks(value, mesh) if is_sharded else value.item()
-
-
-def _batch(
-    spec: Spec, step: int, micro_batch: int, mesh: sw.Mesh, is_sharded: bool
-) -> dict[str, torch.Tensor]:
-    batch = batch_for(spec, step, micro_batch, mesh.data_size)
-    mine = slice(SAMPLES * mesh.data_rank, SAMPLES * (mesh.data_rank + 1))
-    return {k: v[mine] for k, v in batch.items()} if is_sharded else batch
-
-
-def _clip(spec: Spec, model: nn.Module, is_sharded: bool) -> float:
-    if is_sharded:
-        return sw.clip_grad_norm_(model, 0.1, spec.clip).item()
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, spec.clip).item()
 
 
 def differences(spec: Spec, mesh: sw.Mesh) -> list[str]:
     """Train one spec both ways; returns what went wrong."""
-    expected = train(spec, mesh, is_sharded=False)
-    actual = train(spec, mesh, is_sharded=True)
+    sharded = OnRanks(spec, mesh)
+    other = AllRanksInOne(spec, mesh, sharded.model) if spec.has_casts else OneProcess(spec, mesh)
+    expected, actual = train(spec, other), train(spec, sharded)
     figures = {
         "parameters": worst_difference(expected.state, actual.state),
         "losses": _worst(expected.losses, actual.losses),
         "norms": _worst(expected.norms, actual.norms),
     }
-    wrong = [f"{name} differ by {v:.3g}" for name, v in figures.items() if not v <= TOLERANCE]
+    tolerance = 0.0 if spec.has_casts else TOLERANCE
+    wrong = [f"{name} differ by {v:.3g}" for name, v in figures.items() if not v <= tolerance]
+    for name, value in expected.state.items():
+        if value.dtype != actual.state[name].dtype:
+            wrong.append(f"{name} is {actual.state[name].dtype} instead of {value.dtype}")
     for step, (names, found) in enumerate(zip(expected.is_none, actual.is_none, strict=True)):
         if names != found:
-            other = sorted(set(names) ^ set(found))
-            wrong.append(f"step {step}: None where one process has gradients or not: {other}")
+            only = sorted(set(names) ^ set(found))
+            wrong.append(f"step {step}: None where one process has gradients or not: {only}")
     if _frees_after_backward(spec) and any(actual.held_bytes):
         wrong.append(f"still gathered after backward: {actual.held_bytes} bytes")
     if not _equal_on_all_ranks(actual, mesh):
@@ -481,7 +679,7 @@ def _equal_on_all_ranks(found: Found, mesh: sw.Mesh) -> bool:
         return True
     digest = 0
     for value in found.state.values():
-        digest = zlib.crc32(value.contiguous().numpy().tobytes(), digest)
+        digest = zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy(), digest)
     digests: list[Any] = [None] * mesh.data_size
     dist.all_gather_object(digests, (digest, found.norms))
     return all(d == digests[0] for d in digests)
@@ -516,6 +714,9 @@ def simpler(spec: Spec) -> list[Spec]:
     for i in range(len(spec.settings)):
         settings = spec.settings[:i] + spec.settings[i + 1 :]
         found.append(dataclasses.replace(spec, settings=settings))
+    for i in range(len(spec.precision)):
+        precision = spec.precision[:i] + spec.precision[i + 1 :]
+        found.append(dataclasses.replace(spec, precision=precision))
     for f in dataclasses.fields(Spec):
         if f.name not in ("parts", "repeats", "settings", "shape"):
             default = getattr(plain, f.name)

@@ -7,62 +7,11 @@ import warnings
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 import shardwright as sw
+from tests.support.emulated import Emulated
 from tests.support.models import tokens_for
 from tests.support.parity import build, make_optimizer, mesh_of, worst_difference
-
-
-def emulate(
-    ranks: int,
-    *,
-    compute: torch.dtype,
-    reduce: torch.dtype,
-    stored: torch.dtype,
-    sums_travel: bool,
-    keep_norms: bool,
-    optimizer: str,
-) -> dict[str, torch.Tensor]:
-    """One process: masters in float32, gradients of each rank's batch in `compute`, their sum.
-
-    Gradients are cast to `reduce` one by one, added in rank order in float32 and divided last, as
-    the engine does. Where sums travel, as in an all-reduce, they are rounded to `reduce` too.
-    """
-    model = build(torch.float32)
-    if keep_norms:
-        for module in model.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.register_forward_pre_hook(lambda _, args: args[0].float())
-                module.register_forward_hook(lambda *call: call[-1].to(compute))
-    if stored != torch.float32:
-        model = model.to(stored).to(torch.float32)
-    masters = dict(model.named_parameters())
-    optimizing = make_optimizer(model, optimizer)
-    for step in range(3):
-        batch = tokens_for(step, 0, ranks)
-        sums = {name: torch.zeros_like(p) for name, p in masters.items()}
-        for rank in range(ranks):
-            mine = batch[2 * rank : 2 * rank + 2]
-            cast = {
-                n: p.detach()
-                .to(torch.float32 if keep_norms and "norm" in n else compute, copy=True)
-                .requires_grad_()
-                for n, p in masters.items()
-            }
-            tied = {**cast, "head.weight": cast["embedding.weight"]}
-            loss = functional_call(model, tied, (mine[:, :-1], mine[:, 1:]), tie_weights=False)
-            names = list(cast)
-            for name, gradient in zip(
-                names, torch.autograd.grad(loss, [cast[n] for n in names]), strict=True
-            ):
-                sums[name] += gradient.to(reduce).float()
-        for name, parameter in masters.items():
-            sent = sums[name].to(reduce) if sums_travel else sums[name]
-            parameter.grad = sent.float() / ranks
-        optimizing.step()
-        optimizing.zero_grad()
-    return {n: p.detach().clone() for n, p in masters.items()}
 
 
 def compare(
@@ -76,32 +25,32 @@ def compare(
 ) -> tuple[float, set[torch.dtype]]:
     """``(largest difference of masters from the emulation, dtypes of the shards)``."""
     mesh = mesh_of(shape)
-    compute = param or stored
-    expected = emulate(
-        mesh.data_size,
-        compute=compute,
-        reduce=reduce or torch.float32,
-        stored=stored,
-        sums_travel=strategy == "ddp",
-        keep_norms=keep_norms,
-        optimizer="sgd",
-    )
+    precision = sw.Precision(param=param, reduce=reduce, keep=(nn.LayerNorm,) if keep_norms else ())
     model = sw.shard(
         build(torch.float32).to(stored),
         strategy,
         mesh=mesh,
-        precision=sw.Precision(
-            param=param, reduce=reduce, keep=(nn.LayerNorm,) if keep_norms else ()
-        ),
+        precision=precision,
         transport=transport,
+        direct_gradients=False,
     )
     dtypes = {p.dtype for p in model.parameters()}
-    optimizer = make_optimizer(model, "sgd")
+    ranks = Emulated(build(torch.float32).to(stored), model, "auto", precision)
+    optimizers = [make_optimizer(m, "sgd") for m in (model, ranks)]
     for step in range(3):
-        batch = tokens_for(step, 0, mesh.data_size)[2 * mesh.data_rank :][:2]
-        model(batch[:, :-1], batch[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        batch = tokens_for(step, 0, mesh.data_size)
+        for rank in range(mesh.data_size):
+            mine = batch[2 * rank :][:2]
+            with ranks.as_rank(rank):
+                ranks(mine[:, :-1], mine[:, 1:]).backward()
+        ranks.backward_ended(is_last=True)
+        mine = batch[2 * mesh.data_rank :][:2]
+        model(mine[:, :-1], mine[:, 1:]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        ranks.zero_grad(set_to_none=True)
+    expected = {n: p.detach().clone() for n, p in ranks.model.named_parameters()}
     with sw.unsharded(model):
         actual = {n: p.detach().clone() for n, p in model.named_parameters()}
     return worst_difference(expected, actual), dtypes

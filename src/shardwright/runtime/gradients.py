@@ -208,6 +208,8 @@ class GradientReducer:
         if user is not None and gradient.replicate_staging_slot >= 0:
             self._finish_replicate(user)
         self._user_of_replicate_staging[gradient.replicate_staging_slot] = gradient
+        if gradient.casts_to_reduce:
+            self._take_back_buffer(gradient)
         lanes, unit = self._lanes, gradient.unit
         with self._waiting("all_reduce", unit.name):
             for other in self._replicating:
@@ -223,6 +225,23 @@ class GradientReducer:
         self._replicating.append(gradient)
         if lanes.is_async:
             self._finish_replicate(gradient)
+
+    def _take_back_buffer(self, gradient: UnitGradients) -> None:
+        """Let sums be sent from the buffer they were reduced from, where others used it since.
+
+        They have, where backward could not tell that a unit's last call had come: a forward was
+        abandoned, or its output dropped.
+        """
+        user = self._user_of_buffer.get(gradient.slot)
+        if user is None or user is gradient:
+            return
+        self._settle_through(user)
+        self._finish_replicate(user)
+        with self._waiting("reduce_scatter", user.unit.name):
+            user.reduce.release()
+        with self._lanes.replicate():
+            self._lanes.replicate_waits_for_reduce(user.unit.index)
+        self._user_of_buffer[gradient.slot] = gradient
 
     def _finish_replicate(self, gradient: UnitGradients) -> None:
         if gradient not in self._replicating:

@@ -17,6 +17,7 @@ __all__ = [
     "Precision",
     "cast_floating",
     "find_kept_modules",
+    "kept_dtype",
     "map_tensors",
     "master_dtype",
     "warn_if_masters_are_narrow",
@@ -36,13 +37,14 @@ class Precision:
         reduce: Dtype gradients are reduced in; None takes the masters' dtype.
         buffer: Dtype floating-point buffers are kept in; None leaves them alone.
         output: Dtype floating-point outputs of the model are cast to; None leaves them alone.
-        master: Dtype of the shards the optimizer updates; None takes float32, or the parameter's
-            own dtype where that is wider. A narrower one halves the optimizer's memory and loses
-            small updates, which `shard` warns of.
+        master: Dtype of the shards the optimizer updates; None takes float32, or where a trainable
+            parameter of the same unit is wider, that one's dtype for all of them. A narrower one
+            halves the optimizer's memory and loses small updates, which `shard` warns of.
         keep: Modules that compute in float32, or their parameters' own dtype where that is wider,
             whatever `param` says: classes such as ``nn.LayerNorm``, or paths of modules, from any
-            dot on. Their inputs are cast up and their outputs back to the inputs' dtype; their
-            parameters travel with their unit, uncast.
+            dot on. Their inputs are cast up and their outputs back to the inputs' dtype, or to
+            `param` where inputs are integers, as an embedding's are; their parameters travel with
+            their unit, uncast.
     """
 
     param: torch.dtype | None = None
@@ -103,8 +105,8 @@ def find_kept_modules(model: nn.Module, precision: Precision) -> list[nn.Module]
     """The outermost modules that `precision.keep` names, in module order.
 
     Raises:
-        SpecError: An entry matches no module, or a parameter is shared between a kept module and
-            another.
+        SpecError: An entry matches no module, or one that is never called, or a parameter is shared
+            between a kept module and another.
     """
     kept: dict[str, nn.Module] = {}
     modules = dict(model.named_modules())
@@ -119,6 +121,13 @@ def find_kept_modules(model: nn.Module, precision: Precision) -> list[nn.Module]
                 f"Precision.keep names {label!r}, which matches no module of "
                 f"{type(model).__name__}; {nearest(label, sorted(names))}"
             )
+        for path, module in found.items():
+            if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+                raise SpecError(
+                    f"Precision.keep names {path!r}, a {type(module).__name__}: it is never called "
+                    "itself, so nothing would cast what its modules are given. Name those instead, "
+                    "or the module that holds it."
+                )
         kept.update(found)
     outermost = [
         module
@@ -137,6 +146,17 @@ def find_kept_modules(model: nn.Module, precision: Precision) -> list[nn.Module]
     return outermost
 
 
+def kept_dtype(module: nn.Module) -> torch.dtype:
+    """Dtype a kept module computes in: float32, or its parameters' own, not yet sharded, if wider.
+
+    Masters say nothing of it: they may be wider than what is computed with.
+    """
+    dtype = torch.float32
+    for parameter in module.parameters():
+        dtype = torch.promote_types(dtype, parameter.dtype)
+    return dtype
+
+
 def _is_named(path: str, module: nn.Module, item: type[nn.Module] | str) -> bool:
     if isinstance(item, str):
         return path == item or path.endswith("." + item)
@@ -151,14 +171,17 @@ class CastForward:
     """Stands in for the forward of a kept module: inputs cast up, outputs cast back.
 
     Args:
-        module: The module, which computes in float32 or its parameters' own dtype if wider.
+        module: The module.
+        dtype: What it computes in; see `kept_dtype`.
+        outside: Dtype of outputs where no input has a floating-point one; None leaves them alone.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype, outside: torch.dtype | None = None
+    ) -> None:
         self.inner: Callable[..., Any] = module.forward
-        self.dtype = torch.float32
-        for parameter in module.parameters():
-            self.dtype = torch.promote_types(self.dtype, parameter.dtype)
+        self.dtype = dtype
+        self.outside = outside
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; outputs get the dtype of its first floating-point input."""
@@ -172,7 +195,8 @@ class CastForward:
 
         args, kwargs = map_tensors((args, kwargs), cast_up)
         outputs = self.inner(*args, **kwargs)
-        return cast_floating(outputs, given[0]) if given else outputs
+        outside = given[0] if given else self.outside
+        return outputs if outside is None else cast_floating(outputs, outside)
 
 
 def warn_if_masters_are_narrow(model: nn.Module, precision: Precision) -> None:

@@ -78,6 +78,11 @@ class _Calls:
 class _Gather(_Calls):
     def __init__(self, pieces: Sequence[Piece], group: dist.ProcessGroup, size: int) -> None:
         super().__init__()
+        if len({p.own.dtype for p in pieces}) > 1:
+            # Gloo joins tensors of several dtypes as the first one's, and scrambles wider ones.
+            pieces = [
+                Piece(whole=p.whole.view(torch.uint8), own=p.own.view(torch.uint8)) for p in pieces
+            ]
         self._pieces, self._group = pieces, group
         self.sent_bytes = sum(p.own.numel() * p.own.element_size() for p in pieces) * (size - 1)
 
@@ -137,4 +142,5 @@ class _AllReduce(_Calls):
         assert not accumulate, "an all-reduce replaces"
         self._wait()
         if self._scale != 1.0:
-            torch._foreach_mul_(list(self._pieces), self._scale)
+            for piece in self._pieces:
+                piece.mul_(self._scale)  # a foreach would round the scale to the piece's dtype
