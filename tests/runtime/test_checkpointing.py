@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from shardwright.core.errors import LifecycleError
 from tests.support import checkpointing
 from tests.support.pool import RankPool
 
@@ -42,6 +44,21 @@ def test_mistakes_say_what_to_do(
     assert outcome.raised == error
     for word in words:
         assert word in outcome.message
+
+
+@pytest.mark.parametrize(("policy", "use_cache"), [("full", True), ("selective", False)])
+def test_a_hugging_face_model_keeps_its_gradients(policy: str, use_cache: bool) -> None:
+    pytest.importorskip("transformers")
+    expected = checkpointing.llama_gradients(use_cache=True, policy=None)
+    found = checkpointing.llama_gradients(use_cache=use_cache, policy=policy)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+def test_results_kept_by_their_order_and_a_cache_do_not_go_together() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(LifecycleError, match="use_cache = False"):
+        checkpointing.llama_gradients(use_cache=True, policy="selective")
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

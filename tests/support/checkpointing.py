@@ -111,6 +111,19 @@ def nothing_to_checkpoint() -> None:
     sw.checkpoint_activations(nn.Linear(WIDTH, WIDTH))
 
 
+def llama_gradients(*, use_cache: bool, policy: str | None) -> list[torch.Tensor]:
+    """Those of one step of a small Llama of Hugging Face."""
+    from tests.support.loading import plain_llama
+
+    model = plain_llama(tied=True)
+    model.config.use_cache = use_cache
+    if policy is not None:
+        sw.checkpoint_activations(model, policy=policy)
+    tokens = torch.arange(12).view(2, 6)
+    model(tokens, labels=tokens).loss.backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
 def plain_again(strategy: str, shape: tuple[int, int], checkpointed: bool) -> list[str]:
     """Train a step, make the model plain, and check that nothing of the engine is left."""
     mesh, wrong = mesh_of(shape), []

@@ -44,9 +44,19 @@ class CheckpointedForward:
         self.options = options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block; plainly where no backward may follow."""
+        """Run the block; plainly where no backward may follow.
+
+        Raises:
+            LifecycleError: It has a cache, under a policy that keeps results by their order.
+        """
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
+        if self.options and kwargs.get("use_cache"):
+            raise LifecycleError(
+                "this block was given a cache of keys and values, which recomputation would find "
+                "filled already; train with model.config.use_cache = False, or checkpoint with "
+                "policy='full'"
+            )
         return checkpoint(self.inner, *args, use_reentrant=False, **self.options, **kwargs)
 
 
