@@ -314,3 +314,37 @@ def test_hooks_on_modules_and_outputs_see_what_one_process_sees(
     ):
         assert order == []
         assert worst <= 1e-9
+
+
+@pytest.mark.parametrize("kind", scenarios.LOSSES)
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=label)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_losses_that_enter_a_unit_in_its_middle_train_where_weights_stay(
+    pool: RankPool, strategy: str, shape: tuple[int, int], kind: str
+) -> None:
+    worst = pool.run(
+        shape[0] * shape[1],
+        scenarios.losses_inside_units,
+        strategy=strategy,
+        shape=shape,
+        kind=kind,
+    )
+    assert max(worst) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "words"),
+    [
+        ("zero2", "penalty", ["create_graph=True", "zero2", "'zero1'"]),
+        ("zero3", "penalty", ["create_graph=True", "zero3", "'zero1'"]),
+        ("zero3", "features", ["without passing through its outputs", "Return every tensor"]),
+    ],
+)
+def test_losses_that_enter_a_unit_in_its_middle_are_refused_where_weights_go(
+    pool: RankPool, strategy: str, kind: str, words: list[str]
+) -> None:
+    for outcome in pool.attempt(
+        2, scenarios.losses_inside_units, strategy=strategy, shape=(1, 2), kind=kind
+    ):
+        assert outcome.raised == "LifecycleError"
+        assert all(word in outcome.message for word in words)

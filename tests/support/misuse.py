@@ -172,7 +172,7 @@ def clip_while_accumulating() -> None:
 def weight_used_outside_its_unit() -> None:
     class Leaky(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) + (self.blocks[0].norm.bias * 1).sum()
+            return super().forward(x) + self.blocks[0].norm.bias.exp().sum()
 
     model = sw.shard(Leaky(), "zero3")
     model(batch()).mean().backward()
@@ -352,6 +352,21 @@ def torch_clipping_of_whole_parameters() -> None:
 
 def norm_of_a_gradient() -> None:
     _with_gradients("zero2").last.weight.grad.detach().data.norm(2)
+
+
+def norm_of_all_gradients_in_a_row() -> None:
+    gradients = [p.grad.detach().view(-1) for p in _with_gradients().parameters()]
+    torch.cat(gradients).norm()
+
+
+def sum_of_a_gradients_squares() -> None:
+    gradient = _with_gradients("zero1").last.weight.grad
+    (gradient * gradient / 2).sum()
+
+
+def norms_of_scaled_gradients() -> None:
+    gradients = [p.grad for p in _with_gradients().parameters()]
+    torch._foreach_norm(torch._foreach_mul(gradients, 0.5))
 
 
 def normalising_hook() -> None:

@@ -678,3 +678,45 @@ def graph_kept_on_one_rank(strategy: str, shape: Shape, transport: str) -> float
         optimizer.step()
         optimizer.zero_grad()
     return worst_difference(expected, full_state(model))
+
+
+# Losses that enter backward elsewhere than through a unit's outputs
+
+
+def penalty_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A gradient penalty, as in WGAN-GP."""
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return (gradient.norm(dim=-1) - 1).square().mean()
+
+
+def feature_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A loss of what a layer inside a unit gives."""
+    seen: list[torch.Tensor] = []
+    layer = model.get_submodule("blocks.1.up")
+    handle = layer.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    model(x)
+    handle.remove()
+    return seen[0].square().mean()
+
+
+LOSSES = {"penalty": penalty_loss, "features": feature_loss}
+
+
+def losses_inside_units(strategy: str, shape: Shape, kind: str) -> float:
+    """Train by such a loss after an ordinary backward: difference from one process."""
+    mesh = mesh_of(shape)
+    torch.manual_seed(0)
+    plain = Stack().double()
+    torch.manual_seed(0)
+    model = sw.shard(Stack().double(), strategy, mesh=mesh)
+    for net in (plain, model):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        for step in range(3):
+            x = vectors_for(step, mesh.data_size)
+            x = x if net is plain else own(x, mesh)
+            net(x).square().mean().backward()
+            LOSSES[kind](net, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return worst_difference(dict(plain.state_dict()), full_state(model))

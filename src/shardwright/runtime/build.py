@@ -274,7 +274,8 @@ def _assemble(
         strategy=blueprint.strategy,
         poisons_released=settings.poison_released,
     )
-    engine.watch = watch = OptimizerWatch(engine)
+    watch = OptimizerWatch(engine)
+    engine.hook_handles.append(watch)
     last_in_slot = {u.slot: u.index for u in units if u.parameters}
     ledger.attach(
         LedgerSources(

@@ -7,7 +7,7 @@ weight per backward may write; later ones hand autograd an ordinary tensor, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,16 +21,20 @@ class GradientSink:
     """Where one parameter's gradient may be written directly.
 
     Attributes:
-        view: The parameter's place in its unit's gradient buffer, in its own shape; the unit's
-            to write while its backward window is open. None before gradients are bound.
+        view: The parameter's place in its unit's gradient buffer, in its own shape. None before
+            gradients are bound.
+        open_calls: Calls of the unit whose backward is under way. Where there is none, the buffer
+            may be another's still: a loss of what lies inside a unit enters its backward in the
+            middle.
         is_filled: Whether `view` already holds a gradient to add to.
         is_written: Whether this backward pass has handed `view` to autograd.
     """
 
-    __slots__ = ("is_filled", "is_written", "view")
+    __slots__ = ("is_filled", "is_written", "open_calls", "view")
 
     def __init__(self) -> None:
         self.view: torch.Tensor | None = None
+        self.open_calls: Sequence[object] = ()
         self.is_filled = False
         self.is_written = False
 
@@ -64,10 +68,9 @@ class _Linear(torch.autograd.Function):
 
 def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, sink: GradientSink) -> torch.Tensor:
     view = sink.view
-    can_write = view is not None and not sink.is_written and view.dtype == grad.dtype
-    if not can_write or torch.is_grad_enabled():
+    is_free = bool(sink.open_calls) and not sink.is_written and not torch.is_grad_enabled()
+    if view is None or not is_free or view.dtype != grad.dtype:
         return grad.t() @ x
-    assert view is not None
     sink.is_written = True
     if sink.is_filled:
         return view.addmm_(grad.t(), x)

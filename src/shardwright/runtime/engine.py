@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from shardwright.core.errors import LifecycleError
 from shardwright.core.policy import REPLICATE, Action, Op, Policy
@@ -38,6 +37,13 @@ from shardwright.runtime.transport.base import Transport
 from shardwright.runtime.unit import ShardedUnit
 
 __all__ = ["Engine", "UnitForward"]
+
+
+class Removable(Protocol):
+    """What was put somewhere and can be taken out again."""
+
+    def remove(self) -> None:
+        """Take it out."""
 
 
 class UnitForward:
@@ -160,8 +166,7 @@ class Engine:
         self.mesh = mesh
         self.strategy = strategy
         self._poisons_released = poisons_released
-        self.hook_handles: list[RemovableHandle] = []
-        self.watch: object = None  # keeps the optimizer watch alive as long as the engine
+        self.hook_handles: list[Removable] = []
         self.generation = 0
         self.unit_of_parameter = {id(p): u for u in self.units for p in u.parameters}
         self.shard_pointers = {
@@ -173,6 +178,9 @@ class Engine:
         self._by_name = {u.name: u for u in self.units}
         self._anchor = torch.empty(0, device=buffers.device, requires_grad=True)
         self._open_calls: dict[int, list[Call]] = {u.index: [] for u in self.units}
+        for unit in self.units:
+            for sink in unit.gradient.sinks if unit.gradient is not None else ():
+                sink.open_calls = self._open_calls[unit.index]
         self._backward_tasks: list[int] = []
         self._last_backward_unit = ""
         self._reporting: threading.Thread | None = None
@@ -311,6 +319,12 @@ class Engine:
                 "since the forward. Call backward before optimizer.step(), or run the forward "
                 "again."
             )
+        if torch.is_grad_enabled() and unit.gathered is not Gathered.STEP:
+            raise LifecycleError(
+                f"create_graph=True reached unit {unit.name!r}, whose weights {self.strategy.name} "
+                "lets go before the second backward would use them. A gradient penalty works "
+                "where weights stay gathered through the step: under 'ddp' and 'zero1'."
+            )
         self._note_backward()
         self._last_backward_unit = unit.name
         is_first = not opened
@@ -340,8 +354,8 @@ class Engine:
             self.backward_begins(call, list(unit.views))
         if torch.is_grad_enabled():
             raise LifecycleError(
-                "create_graph=True is not supported: gradients of sharded parameters are reduced "
-                "in place. Compute the double-backward term on sw.unsharded(model) parameters."
+                "create_graph=True is not supported for gradients of parameters: they are reduced "
+                "in place. Ask torch.autograd.grad for gradients of inputs only."
             )
         assert unit.gradient is not None, f"unit {unit.name} has a node but no gradient"
         self.reducer.collect(unit.gradient, positions, gradients)

@@ -56,6 +56,10 @@ class OptimizerWatch:
         _watches.add(self)
         _register_hooks_once()
 
+    def remove(self) -> None:
+        """Look at no further step."""
+        _watches.discard(self)
+
     def optimizers(self) -> Iterator[torch.optim.Optimizer]:
         """Optimizers that have stepped this engine's parameters."""
         return iter(list(self._needs))

@@ -38,18 +38,19 @@ class _Rows(torch.Tensor):
     ) -> Any:
         """Run a function as on any tensor, unless it needs every row and some are elsewhere."""
         with torch._C.DisableTorchFunctionSubclass():
-            if _is_refused(func, args):
-                for rows in _find_rows((*args, *(kwargs or {}).values())):
-                    if not rows.origin().is_full():
-                        raise LifecycleError(rows.origin().refusal(func))
+            given = (*args, *(kwargs or {}).values())
+            if _is_refused(func, given):
+                for rows in _find_rows(given):
+                    if not rows.is_full():
+                        raise LifecycleError(rows.refusal(func))
+            if func is torch.Tensor.detach_:
+                return args[0]  # a view, which torch refuses; these have no graph
             result = func(*args, **(kwargs or {}))
-            if func in _CARRIES and isinstance(args[0], _Rows) and not isinstance(result, _Rows):
-                return _Copy.of(args[0].origin(), result)
-            return result
+            return _carried(given, result) if func in _CARRIES else result
 
-    def origin(self) -> _Rows:
-        """The parameter or gradient whose rows these are."""
-        return self
+    def like(self, values: torch.Tensor) -> _Rows:
+        """Make an alias of other values of the same rows, which refuses the same."""
+        raise NotImplementedError
 
     def is_full(self) -> bool:
         """Whether all rows are here now, on every rank."""
@@ -64,6 +65,10 @@ class _StrayParameter(_Rows, ShardedParameter):
     """A sharded parameter that was read outside its unit's forward."""
 
     is_full: Callable[[], bool]
+
+    def like(self, values: torch.Tensor) -> _Rows:
+        """Such rows of this parameter."""
+        return _Copy.of(self, values)
 
     def refusal(self, func: Callable[..., Any]) -> str:
         """Name the parameter, its unit and the ways out."""
@@ -107,6 +112,13 @@ class ShardedGradient(_Values):
         gradient._place = _held(rows, spec.shape)
         return gradient
 
+    def like(self, values: torch.Tensor) -> _Rows:
+        """Such rows of this gradient."""
+        gradient = values.as_subclass(type(self))
+        gradient._full_name = self._full_name
+        gradient._place = self._place
+        return gradient
+
     def refusal(self, func: Callable[..., Any]) -> str:
         """Name the parameter and what works on all ranks' rows."""
         return (
@@ -114,25 +126,34 @@ class ShardedGradient(_Values):
             f"{self._place}. sw.clip_grad_norm_(model, max_norm) takes the norm over all ranks "
             "(math.inf only tells it), and sw.GradScaler checks all ranks for infinities. For an "
             "optimizer that combines elements, let ranks own whole parameters: "
-            "sw.shard(model, ..., whole='all')."
+            "sw.shard(model, ..., whole='all'). For sums of your own over all ranks, take these "
+            "rows as a plain tensor: .as_subclass(torch.Tensor)."
         )
 
 
 class _Copy(_Values):
-    """Such rows, detached or copied."""
+    """Such a parameter's rows, copied or computed with element by element."""
 
-    _origin: _Rows
+    _origin: _StrayParameter
 
     @classmethod
-    def of(cls, origin: _Rows, rows: torch.Tensor) -> _Copy:
+    def of(cls, origin: _StrayParameter, rows: torch.Tensor) -> _Copy:
         """Make an alias of a tensor that knows whose rows it holds."""
         copy = rows.as_subclass(cls)
         copy._origin = origin
         return copy
 
-    def origin(self) -> _Rows:
-        """What they were taken from."""
-        return self._origin
+    def like(self, values: torch.Tensor) -> _Rows:
+        """Such rows of the same parameter."""
+        return _Copy.of(self._origin, values)
+
+    def is_full(self) -> bool:
+        """Whether the parameter is."""
+        return self._origin.is_full()
+
+    def refusal(self, func: Callable[..., Any]) -> str:
+        """As the parameter's."""
+        return self._origin.refusal(func)
 
 
 class StrayReads(dict[str, nn.Parameter | None]):
@@ -166,18 +187,18 @@ def _needs_every_row() -> frozenset[Callable[..., Any]]:
     """What layers, statistics, draws and exports are computed with."""
     functions = """linear bilinear embedding embedding_bag conv1d conv2d conv3d conv_transpose1d
         conv_transpose2d conv_transpose3d layer_norm rms_norm group_norm batch_norm instance_norm
-        prelu normalize cosine_similarity scaled_dot_product_attention
+        prelu normalize cosine_similarity l1_loss mse_loss scaled_dot_product_attention
         multi_head_attention_forward"""
     of_torch = """matmul mm bmm mv addmm addmv baddbmm einsum tensordot inner outer t transpose
         permute movedim swapaxes cat stack index_select gather layer_norm rms_norm group_norm
-        batch_norm prelu eye normal norm_except_dim"""
+        batch_norm prelu eye normal norm_except_dim dist std_mean var_mean"""
     of_tensors = """matmul mm bmm mv addmm __matmul__ __rmatmul__ __getitem__ __setitem__ t
-        transpose permute index_select gather numpy tolist item view_as bernoulli_ cauchy_
+        transpose permute index_select gather __array__ numpy tolist item view_as bernoulli_ cauchy_
         exponential_ geometric_ log_normal_ normal_ random_ uniform_ index_add_ index_copy_
         index_fill_ scatter_ fill_diagonal_ tril_ triu_"""
     of_both = """norm sum mean std var max min amax amin aminmax median quantile count_nonzero prod
         logsumexp softmax log_softmax cumsum argmax argmin sort topk unique histc trace det inverse
-        svd qr"""
+        svd qr dot vdot nansum nanmean"""
     inits = """uniform_ normal_ trunc_normal_ eye_ dirac_ xavier_uniform_ xavier_normal_
         kaiming_uniform_ kaiming_normal_ orthogonal_ sparse_"""
     found = [getattr(functional, name) for name in functions.split()]
@@ -191,11 +212,13 @@ def _needs_every_row() -> frozenset[Callable[..., Any]]:
 
 
 def _gives_the_same_rows() -> frozenset[Callable[..., Any]]:
-    """What gives the same rows again, or other values of each, as a tensor of its own."""
-    of_tensors = "detach clone cpu to float double half bfloat16 abs square sqrt pow __pow__"
-    of_torch = "clone detach abs square sqrt pow"
-    found = [getattr(torch.Tensor, name) for name in of_tensors.split()]
-    found += [getattr(torch, name) for name in of_torch.split()]
+    """What gives the same rows again, or something computed from each element."""
+    of_tensors = """cpu to float double half bfloat16 contiguous view __getitem__ __pow__ __mul__
+        __rmul__ __add__ __radd__ __sub__ __rsub__ __truediv__ __neg__"""
+    of_torch = "_foreach_mul _foreach_div _foreach_add _foreach_abs _foreach_pow"
+    of_both = "clone detach abs square sqrt pow mul add sub div neg reshape flatten ravel"
+    found = [getattr(torch.Tensor, name) for name in (of_tensors + " " + of_both).split()]
+    found += [getattr(torch, name) for name in (of_torch + " " + of_both).split()]
     found += [torch.Tensor.data.__get__]  # type: ignore[attr-defined]
     return frozenset(found)
 
@@ -206,12 +229,27 @@ _PAIRWISE = frozenset((torch.max, torch.min, torch.Tensor.max, torch.Tensor.min)
 """What takes each element by itself where it is given two tensors."""
 
 
-def _is_refused(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+_INDEXING = frozenset((torch.Tensor.__getitem__, torch.Tensor.__setitem__))
+
+
+def _is_refused(func: Callable[..., Any], given: tuple[Any, ...]) -> bool:
     if func is torch.Tensor.requires_grad_:  # as nn.Parameter(rows) does
-        return isinstance(args[0], _Copy)
-    if func in _PAIRWISE and len(args) > 1 and isinstance(args[1], torch.Tensor):
+        return isinstance(given[0], _Copy)
+    if func not in _NEEDS_EVERY_ROW:
         return False
-    return func in _NEEDS_EVERY_ROW
+    second = given[1] if len(given) > 1 else None
+    if not isinstance(second, torch.Tensor):
+        return True
+    is_mask = second.dtype == torch.bool and second.shape == given[0].shape
+    return not (func in _PAIRWISE or (func in _INDEXING and is_mask))
+
+
+def _carried(given: tuple[Any, ...], result: Any) -> Any:
+    """Let what was computed from rows, one tensor or several, refuse what they refuse."""
+    if isinstance(result, (list, tuple)):
+        return tuple(_carried((r,), each) for r, each in zip(given[0], result, strict=True))
+    source = next(_find_rows(given[:2]), None)
+    return result if source is None or isinstance(result, _Rows) else source.like(result)
 
 
 def _find_rows(values: Iterable[Any]) -> Iterator[_Rows]:

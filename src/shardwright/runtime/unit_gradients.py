@@ -55,6 +55,7 @@ class UnitGradients:
         self.slot = self.staging_slot = self.replicate_staging_slot = -1
         self.sinks = [GradientSink() for _ in unit.trainable]
         self.views: list[torch.Tensor] = []
+        self._rows: list[torch.Tensor] = []  # what `shards` show, out of the user's reach
         self.shards: list[torch.Tensor] = []
         self.used = [False] * len(unit.trainable)
         self.index_of = {position: k for k, position in enumerate(unit.trainable)}
@@ -114,7 +115,8 @@ class UnitGradients:
         for segment, piece in zip(layout.trainable_segments, self._owned, strict=False):
             pieces[segment] = piece
         rows = self.unit.own_rows(pieces)
-        self.shards = [self._gradient_of(i, rows[i]) for i in self.unit.trainable]
+        self._rows = [rows[i] for i in self.unit.trainable]
+        self.shards = [self._show(k) for k in range(len(self._rows))]
         segment_position = {s: k for k, s in enumerate(layout.trainable_segments)}
         for sink, i in zip(self.sinks, self.unit.trainable, strict=True):
             place = layout.placements[i]
@@ -122,11 +124,20 @@ class UnitGradients:
             sink.view = whole[place.start : place.stop].view(place.spec.shape)
         self.views = [s.view for s in self.sinks if s.view is not None]
 
-    def _gradient_of(self, position: int, rows: torch.Tensor) -> torch.Tensor:
-        layout, spec = self.unit.layout, self.unit.layout.placements[position].spec
+    def _show(self, k: int) -> torch.Tensor:
+        """An alias of a gradient's rows here, for `.grad`."""
+        layout, position, rows = self.unit.layout, self.unit.trainable[k], self._rows[k]
+        spec = layout.placements[position].spec
         if layout.num_owners == 1 or (spec.is_whole and rows.numel() == spec.numel):
-            return rows
+            return rows.detach()
         return ShardedGradient.of(spec, layout.rows(position, self.unit.topology.owner), rows)
+
+    def _show_again_where_moved(self) -> None:
+        """Give up aliases whose ``data`` the user has set to other memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for k, (rows, shown) in enumerate(zip(self._rows, self.shards, strict=True)):
+                if shown.data_ptr() != rows.data_ptr():
+                    self.shards[k] = self._show(k)
 
     def _bind_replicate(
         self,
@@ -170,6 +181,7 @@ class UnitGradients:
 
     def begin(self) -> None:
         """Find what is alive from earlier backwards, and make ready to add to it."""
+        self._show_again_where_moved()
         alive = [self.keep(k) for k in range(len(self.sinks))]
         any_alive = any(alive)
         if any_alive and not self.is_final and self._versions() != self._assigned_versions:
@@ -185,7 +197,7 @@ class UnitGradients:
             if not alive[k]:
                 self.used[k] = False
                 if any_alive:
-                    self.shards[k].zero_()
+                    self._rows[k].zero_()
         if not any_alive:
             self.has_sums = False
         elif self.is_final:
@@ -219,7 +231,7 @@ class UnitGradients:
         if gradient is None:
             return False
         if gradient is not own:
-            own.copy_(gradient)
+            self._rows[k].copy_(gradient)
             parameter.grad = own
             self.is_final = True  # a user's gradient is a mean already
         return True
@@ -237,7 +249,7 @@ class UnitGradients:
         Raises:
             LifecycleError: It was changed to something else, which only this rank's rows would see.
         """
-        if any(bool(shard.any()) for shard in self.shards):
+        if any(bool(rows.any()) for rows in self._rows):
             raise LifecycleError(
                 f"gradients of unit {self.unit.name!r} were changed in place between "
                 "micro-batches, where they are not reduced yet and `.grad` shows this rank's rows "
@@ -286,6 +298,7 @@ class UnitGradients:
         if not is_agreed and self._has_sums_apart and not self.has_sums:
             for piece in self._owned:
                 piece.zero_()  # nothing is reduced yet: `.grad` only marks what is alive
+        self._show_again_where_moved()
         flags: list[float] | None = None
         for k, position in enumerate(self.unit.trainable):
             parameter = self.unit.parameters[position]

@@ -38,6 +38,7 @@ def unsharded_units(engine: Engine, module: nn.Module, *, writeback: bool) -> It
         u
         for u in engine.units
         if any(id(m) in inside for o in u.modules.owned for m, _ in o.locations)
+        or (not u.parameters and id(u.modules.module) in inside)
     ]
     for unit in units:
         if unit.is_shadowed or engine.policy.is_open(unit.index):
@@ -47,7 +48,9 @@ def unsharded_units(engine: Engine, module: nn.Module, *, writeback: bool) -> It
             )
     already = [u for u in units if u.is_unsharded_by_user]
     units = [u for u in units if not u.is_unsharded_by_user]
-    full: dict[int, list[nn.Parameter | None]] = {u.index: [*_gather(engine, u)] for u in units}
+    full: dict[int, list[nn.Parameter | None]] = {
+        u.index: [*_gather(engine, u)] if u.parameters else [] for u in units
+    }
     try:
         for unit in units:
             _register(unit, full[unit.index])
