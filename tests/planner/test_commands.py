@@ -7,7 +7,9 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +18,9 @@ from shardwright.app.cli import app
 from shardwright.app.device_peaks import peak_flops
 from shardwright.core.errors import SpecError
 from shardwright.planner.columns import FIT, MEMORY, SPEEDS
+from shardwright.planner.files import read_model
+from shardwright.planner.model import ModelSpec
+from shardwright.planner.workload import Attention, Checkpointing, Loss
 from shardwright.runtime.planned import read_engine_section
 
 DATA = Path(__file__).with_name("data")
@@ -167,7 +172,7 @@ def test_a_layout_that_the_engine_cannot_run_is_shown_and_not_written(tmp_path):
     assert isinstance(result.exception, SpecError)
     assert re.search(
         r"no plan file is written: .* needs offloading of the optimizer, which the engine doesn't "
-        r"run yet\. Of what it runs, nothing that was compared fits",
+        "run yet; an option asked for that: plan without it",
         str(result.exception),
     )
     assert not path.exists()
@@ -336,6 +341,25 @@ def test_a_table_of_the_needed_columns_alone_is_predicted(tmp_path):
     assert document["notes"] == []
 
 
+def test_a_table_of_one_source_has_no_baseline_to_compare_with(tmp_path):
+    document = validated(tmp_path, ROW, {**ROW, "id": "b", "strategy": "ddp"})
+    assert document["speed"]["data_parallel"]["constant_utilisation"] is None
+    text = run("validate", str(tmp_path / "rows.csv"))
+    assert "constant utilisation: - (no other source to take it from)" in text
+    assert re.search(r"mine .* - │", text)
+
+
+def test_ids_of_rows_are_unique(tmp_path):
+    with pytest.raises(SpecError, match="several rows with the id 'a'; ids must be unique"):
+        validated(tmp_path, ROW, ROW)
+
+
+def test_a_table_of_which_no_row_is_predicted_is_an_error_with_the_reasons(tmp_path):
+    reason = "none of the 1 rows of the table of speeds can be predicted: device 'x'.* \\(1\\)"
+    with pytest.raises(SpecError, match=reason):
+        validated(tmp_path, {**ROW, "gpu": "x"})
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -373,6 +397,28 @@ def test_tables_of_memory_and_of_what_ran_need_only_their_needed_columns(tmp_pat
     fit |= {"param_dtype": "bf16", "outcome": "ran"}
     found = validated(tmp_path, fit, option=("--fit",))
     assert (found["fit"]["unpredicted"], found["fit"]["right"]) == ([], 1)
+
+
+def test_the_documentation_lists_every_kernel_and_kind_of_recomputation():
+    text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    for option, values in (
+        ("checkpointing", Checkpointing),
+        ("attention", Attention),
+        ("loss", Loss),
+    ):
+        (table,) = re.findall(rf"\| `--{option}` \|.*?\n\n", text, re.DOTALL)
+        assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(get_args(values))
+
+
+def test_the_documented_model_is_read_and_every_key_is_named(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```toml\n(\[model\].*?)```", text, re.DOTALL)
+    path = tmp_path / "qwen3.toml"
+    path.write_text(example)
+    assert read_model(str(path)).num_parameters == pytest.approx(8.19e9, rel=1e-3)
+    section = text[text.index("## Sizes of a model") : text.index("## Any module")]
+    for field in fields(ModelSpec):
+        assert re.search(rf"`{field.name}`|^{field.name} =", section, re.MULTILINE), field.name
 
 
 def test_the_documentation_lists_every_column_and_which_are_needed():

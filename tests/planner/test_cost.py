@@ -171,6 +171,23 @@ def test_attention_grows_with_the_square_of_the_sequence(kernel):
     assert 3.5 < seconds(32_768) / seconds(16_384) < 4.3
 
 
+@pytest.mark.parametrize("kernel", ["flash1", "flash2"])
+def test_kernels_of_ampere_s_instructions_gain_only_clock_and_processors_on_blackwell(kernel):
+    shape = AttentionShape(batch=4, seq_len=8192, heads=32, head_width=128)
+    hopper, blackwell = find_device("h100"), find_device("b200")
+    gain = attention_s(shape, kernel, hopper, GENERIC)[0]
+    gain /= attention_s(shape, kernel, blackwell, GENERIC)[0]
+    assert gain == pytest.approx(blackwell.bf16_tflops / hopper.bf16_tflops / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("kernel", ["eager", "flash1"])
+def test_attention_in_fp32_does_not_run_on_tensor_cores(kernel):
+    shape = AttentionShape(batch=4, seq_len=8192, heads=32, head_width=128)
+    narrow = attention_s(shape, kernel, A100, GENERIC)
+    wide = attention_s(shape, kernel, A100, GENERIC, dtype="fp32")
+    assert sum(wide) > 2 * sum(narrow)
+
+
 def test_a_causal_mask_as_a_bias_computes_what_is_masked_too():
     shape = AttentionShape(batch=1, seq_len=16_384, heads=32, head_width=128)
     skipping = sum(attention_s(shape, "flash1", A100, GENERIC))

@@ -160,6 +160,20 @@ def test_an_unknown_architecture_is_refused_by_name():
         from_config({"model_type": "mixtral"})
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_local_experts": 8}, "num_local_experts=8: a mixture of experts, and only dense"),
+        ({"num_experts": 64, "model_type": "qwen3_moe"}, "num_experts=64: a mixture of experts"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: only unquantised models"),
+        ({"model_type": "qwen3"}, r"Give the sizes in TOML .* with sample=\.\.\., which is traced"),
+    ],
+)
+def test_experts_quantised_weights_and_unknown_kinds_are_refused_with_what_to_do(changes, message):
+    with pytest.raises(SpecError, match=message):
+        from_config({"model_type": "llama", **changes})
+
+
 def test_a_configuration_without_a_needed_field_says_which():
     with pytest.raises(SpecError, match="lacks 'num_attention_heads'"):
         from_config({"model_type": "llama", "num_hidden_layers": 2})

@@ -73,6 +73,23 @@ def test_a_workload_and_a_space_may_not_both_fix_the_same():
         plan({"checkpointing": "full"}, space=SearchSpace(checkpointing=("none",)))
 
 
+def test_a_strategy_is_fixed_by_name_or_alias():
+    assert {c.strategy for c in plan(strategy="full_shard").result.candidates} == {"zero3"}
+    both = {c.strategy for c in plan(strategy=("zero1", "ddp")).result.candidates}
+    assert both == {"zero1", "ddp"}
+    with pytest.raises(SpecError, match="unknown strategy 'zero4'"):
+        plan(strategy="zero4")
+    with pytest.raises(SpecError, match="both say which strategies to compare; drop one"):
+        plan(strategy="zero3", space=SearchSpace(strategies=("ddp",)))
+
+
+@pytest.mark.parametrize("residency", [None, 0])
+def test_blocks_stay_gathered_unless_none_are_asked_for(residency):
+    plans = plan(strategy="zero3", settings={"residency": residency})
+    resident = {c.job.layout.resident_units for c in plans.result.candidates}
+    assert resident == ({0} if residency == 0 else {0, 1, 2, 4})
+
+
 @pytest.mark.parametrize(
     ("space", "message"),
     [
@@ -119,3 +136,36 @@ def test_a_plan_of_what_the_engine_runs_names_its_precision_and_transport(tmp_pa
     layout = plans.best.job.layout
     assert run.mesh_arguments == {"replicate": layout.replicate, "shard": layout.shard}
     assert run.micro_batch * run.micro_batches * layout.num_data_ranks == 16
+
+
+# --- what devices run --------------------------------------------------------------------------
+
+
+def planned_on(device, **workload):
+    plans = plan(workload, cluster=f"8 x {device} over 8x100g-ib")
+    chosen = plans.best.job.workload
+    return chosen.precision.param, chosen.software.attention
+
+
+def test_a_device_without_bf16_is_planned_for_in_fp16_with_the_kernel_that_it_runs():
+    assert planned_on("v100") == ("fp16", "flash1")
+    assert planned_on("v100", param="fp32", attention="eager") == ("fp32", "eager")
+    assert planned_on("a100") == planned_on("b200") == ("bf16", "flash2")
+    assert planned_on("a100", param="fp32") == ("fp32", "flash1")
+    assert planned_on("h200", attention="flash3") == ("bf16", "flash3")
+
+
+@pytest.mark.parametrize(
+    ("device", "workload", "message"),
+    [
+        ("v100", {"param": "bf16"}, "v100-32 has no bf16 units.*compute in fp16 or fp32"),
+        ("v100", {"attention": "flash2"}, "flash2 needs Ampere or later.*v100-32.*; use flash1"),
+        ("titan-rtx", {"attention": "flash3"}, "flash3 needs Hopper.*titan-rtx.*; use flash1"),
+        ("a100", {"attention": "flash3"}, "flash3 needs Hopper.*a100-80.*; use flash2"),
+        ("b200", {"attention": "flash3"}, "flash3 needs Hopper.*b200.*; use flash2"),
+        ("h100", {"attention": "flash2", "param": "fp32"}, "flash2 needs 16 bits.*; use flash1"),
+    ],
+)
+def test_what_a_device_can_t_run_is_refused(device, workload, message):
+    with pytest.raises(SpecError, match=message):
+        planned_on(device, **workload)

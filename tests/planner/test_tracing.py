@@ -359,3 +359,16 @@ def test_a_traced_model_is_divided_over_data_axes_only():
             workload=workload(64),
             layout=LayoutSpec(strategy="zero3", shard=8),
         )
+
+
+def test_a_sample_without_a_module_and_a_module_without_anything_to_train_are_refused():
+    frozen = on_meta(lambda: nn.Linear(4, 4)).requires_grad_(requires_grad=False)
+    given = {
+        "sample": ((torch.empty(2, 4, device="meta"),), {}),
+        "cluster": "8 x h100",
+        "workload": {"global_batch": 16},
+    }
+    with pytest.raises(SpecError, match="a module that is traced, found model='gpt2'; leave"):
+        sw.plan(model="gpt2", **given)
+    with pytest.raises(SpecError, match="nothing to train: every parameter of Linear is frozen"):
+        sw.plan(model=frozen, **given)

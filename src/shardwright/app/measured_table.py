@@ -38,8 +38,8 @@ def read_table(path: Path | None, columns: Sequence[Column]) -> MeasuredTable:
         columns: What it may hold.
 
     Raises:
-        SpecError: It can't be read, lacks a needed column, or a line has more cells than there are
-            headings; with fewer, its last ones are empty.
+        SpecError: It can't be read, lacks a needed column, has two rows of one id, or a line has
+            more cells than there are headings; with fewer, its last ones are empty.
     """
     if path is None:
         return MeasuredTable(rows=[])
@@ -70,7 +70,16 @@ def read_table(path: Path | None, columns: Sequence[Column]) -> MeasuredTable:
         named = zip_longest(headings, map(str.strip, cells), fillvalue="")
         row = {**absent, **dict(named)}
         rows.append(row | {"id": row["id"] or f"line {number}"})
+    _refuse_twins(path, [row["id"] for row in rows])
     return MeasuredTable(rows=rows, note=_unread(path, headings, [c.name for c in columns]))
+
+
+def _refuse_twins(path: Path, ids: Sequence[str]) -> None:
+    twins = [name for name, count in Counter(ids).items() if count > 1]
+    if twins:
+        raise SpecError(
+            f"the table {str(path)!r} has several rows with the id {twins[0]!r}; ids must be unique"
+        )
 
 
 def _lines(path: Path) -> list[tuple[int, list[str]]]:

@@ -6,7 +6,7 @@ that comes with a sample. The command line prints what this returns (`plans.py`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from shardwright.app.plans import Plans
 from shardwright.core.errors import SpecError
 from shardwright.planner.advice import changes_of, reasons_for
 from shardwright.planner.cluster import ClusterSpec
+from shardwright.planner.device import DeviceSpec
 from shardwright.planner.model import ModelSpec
 from shardwright.planner.search import SearchSpace, search
 from shardwright.planner.traced import TracedModel
@@ -37,6 +38,7 @@ def plan(
     workload: WorkloadRequest | Mapping[str, Any],
     sample: Any = None,
     units: Any = "auto",
+    strategy: str | Sequence[str] | None = None,
     settings: Mapping[str, Any] | None = None,
     space: SearchSpace | None = None,
     probe: str | Path | None = None,
@@ -54,6 +56,7 @@ def plan(
         sample: ``(args, kwargs)`` of one micro-batch's forward, or a function making them: the
             module is traced with it, on the meta device. `seq_len` is then that of the sample.
         units: How to divide a traced module; as `shard` takes it.
+        strategy: Compare this one only, or these; None compares all.
         settings: Settings of the engine, by the names `shard` has for them.
         space: What may vary.
         probe: A measured step to scale by: a JSON file with `step_s` and its job.
@@ -70,11 +73,11 @@ def plan(
     if sample is None:
         if units != "auto":
             raise SpecError("units divides a traced module; pass sample too, or leave units out")
-        shape, request = read_model_request(model), read_workload(workload)
+        shape, request = read_model_request(model), read_workload(workload, where.device)
         _check_positions(shape, request.workload.seq_len)
     else:
-        shape, request = _traced(model, sample, units, workload)
-    chosen = space_for(space, request, settings, shape)
+        shape, request = _traced(model, sample, units, workload, where.device)
+    chosen = space_for(space, request, settings, shape, strategy)
     factors = read_probe(Path(probe), shape, where, request) if probe is not None else None
     result = search(
         shape, where, request.workload, request.global_batch, chosen, efficiencies=factors
@@ -92,18 +95,38 @@ def _check_positions(model: ModelSpec, seq_len: int) -> None:
         )
 
 
+def _check_module(model: Any) -> None:
+    """Refuse what can't be traced, or has nothing to train."""
+    if not hasattr(model, "named_parameters"):
+        raise SpecError(
+            f"sample belongs to a module that is traced, found model={model!r}; leave sample out, "
+            "or pass the module"
+        )
+    parameters = list(model.parameters())
+    if parameters and not any(parameter.requires_grad for parameter in parameters):
+        raise SpecError(
+            f"nothing to train: every parameter of {type(model).__name__} is frozen; set "
+            "requires_grad on those to train"
+        )
+
+
 def _traced(
-    model: Any, sample: Any, units: Any, workload: WorkloadRequest | Mapping[str, Any]
+    model: Any,
+    sample: Any,
+    units: Any,
+    workload: WorkloadRequest | Mapping[str, Any],
+    device: DeviceSpec,
 ) -> tuple[TracedModel, WorkloadRequest]:
     """Trace a module under the workload's precision, and take the sequence length from there."""
     from shardwright.app.tracing import trace_model
 
+    _check_module(model)
     has_length = not isinstance(workload, Mapping) or "seq_len" in workload
     if isinstance(workload, Mapping) and not has_length:
         if "global_batch_tokens" in workload:
             raise SpecError("workload: global_batch_tokens needs seq_len too; or give global_batch")
         workload = {"seq_len": 1, **workload}
-    request = read_workload(workload)
+    request = read_workload(workload, device)
     traced = trace_model(
         model,
         sample,

@@ -17,6 +17,7 @@ from shardwright.core.errors import SpecError, nearest
 from shardwright.core.strategy import Gathered, resolve_strategy
 from shardwright.planner.checks import require_positive, require_type, require_types
 from shardwright.planner.cluster import ClusterSpec, make_cluster
+from shardwright.planner.device import DeviceSpec
 from shardwright.planner.files import cluster_from_table, read_cluster, read_model
 from shardwright.planner.huggingface import from_config
 from shardwright.planner.model import ModelSpec
@@ -155,10 +156,22 @@ def read_cluster_request(given: ClusterSpec | Mapping[str, Any] | str | Path) ->
     )
 
 
-def read_workload(given: WorkloadRequest | Mapping[str, Any]) -> WorkloadRequest:
-    """The workload, from an object or a table."""
-    if isinstance(given, WorkloadRequest):
-        return given
+def read_workload(
+    given: WorkloadRequest | Mapping[str, Any], device: DeviceSpec
+) -> WorkloadRequest:
+    """The workload, from an object or a table; kernels and dtypes left open are the device's.
+
+    Raises:
+        SpecError: It can't be understood, or asks for what the device can't run.
+    """
+    request = given if isinstance(given, WorkloadRequest) else _read_table(given, device)
+    dtype = request.workload.precision.product
+    device.check_dtype(dtype)
+    device.check_attention(request.workload.software.attention, dtype)
+    return request
+
+
+def _read_table(given: Any, device: DeviceSpec) -> WorkloadRequest:
     if not isinstance(given, Mapping):
         raise SpecError(f"workload must be a table of settings, found {type(given).__name__}")
     for key in given:
@@ -174,14 +187,15 @@ def read_workload(given: WorkloadRequest | Mapping[str, Any]) -> WorkloadRequest
         seq_len=table["seq_len"],
         micro_batch=table.get("micro_batch", 1),
         precision=PrecisionSpec(
-            **{k: table[k] for k in ("param", "reduce", "state") if k in table}
+            param=table.get("param", device.best_dtype),
+            **{k: table[k] for k in ("reduce", "state") if k in table},
         ),
         optimizer=OptimizerSpec(
             kind=table.get("optimizer", "adamw"),
             implementation=table.get("optimizer_implementation", "fused"),
             is_offloaded=table.get("offload_optimizer", False),
         ),
-        software=_software(table),
+        software=_software(table, device),
         compression=_compression(table.get("compression", {})),
     )
     return WorkloadRequest(
@@ -204,13 +218,15 @@ def _compression(given: Any) -> CompressionSpec:
     return CompressionSpec(**table)
 
 
-def _software(table: Mapping[str, Any]) -> SoftwareSpec:
+def _software(table: Mapping[str, Any], device: DeviceSpec) -> SoftwareSpec:
     class_name = table.get("software", "eager")
     usual: NormKernel = "fused" if class_name != "eager" else "eager_fp32"
     return SoftwareSpec(
         class_name=class_name,
         norm=table.get("norm", usual),
-        attention=table.get("attention", "flash2"),
+        attention=table.get(
+            "attention", device.best_attention(table.get("param", device.best_dtype))
+        ),
         loss=table.get("loss", "full"),
         sequence_parallel=True,  # a tensor axis divides sequences too, as everyone's does by now
     )
@@ -242,19 +258,26 @@ def space_for(
     request: WorkloadRequest,
     settings: Mapping[str, Any] | None,
     model: ModelSpec | TracedModel,
+    strategy: str | Sequence[str] | None = None,
 ) -> SearchSpace:
-    """What may vary, less what the workload and the settings fix.
+    """What may vary, less what the workload, the settings and the strategy fix.
 
     Args:
         space: As given.
         request: The workload.
         settings: Settings of the engine, by the names `shard` has for them.
         model: Whose blocks may stay gathered.
+        strategy: One to compare, or several; None for those of the space.
 
     Raises:
         SpecError: A setting is unknown, or two of them say the same.
     """
     chosen = space or SearchSpace()
+    if strategy:
+        if chosen.strategies or chosen.layouts:
+            raise SpecError("strategy and space both say which strategies to compare; drop one")
+        names = (strategy,) if isinstance(strategy, str) else strategy
+        chosen = replace(chosen, strategies=tuple(resolve_strategy(name).name for name in names))
     if settings:
         if chosen.layouts:
             raise SpecError(
@@ -279,7 +302,7 @@ def _with_settings(
     for name in settings:
         if name not in _SETTINGS:
             raise SpecError(f"settings: unknown key {name!r}; {nearest(str(name), _SETTINGS)}")
-    found = dict(settings)
+    found = {name: value for name, value in settings.items() if value is not None}
     if "residency" in found:
         found["resident_units"] = _num_resident(found.pop("residency"), model)
         drops = [resolve_strategy(name).gathered is Gathered.USE for name in space.strategies]
@@ -288,6 +311,7 @@ def _with_settings(
                 f"residency keeps blocks gathered that {' and '.join(space.strategies)} would not "
                 "drop; leave it out, or compare zero3 or hybrid"
             )
+        space = replace(space, tries_residency=False)
     return replace(space, base=replace(space.base, **found))
 
 

@@ -165,8 +165,7 @@ class Plans:
         Raises:
             SpecError: The engine can't run that layout yet, or the file can't be written.
         """
-        today = self.result.best_today
-        write_plan(self.best, Path(path), runnable=today.prediction if today else None)
+        write_plan(self.best, Path(path), why_not=self.result.why_not_today)
 
 
 def _row(candidate: Candidate) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from shardwright.planner.validate import (
     predict_rows,
 )
 
-__all__ = ["Report", "make_report", "print_report", "write_rows"]
+__all__ = ["Report", "make_report", "print_report", "require_predictions", "write_rows"]
 
 ROW_COLUMNS = (
     "id",
@@ -91,6 +91,26 @@ def make_report(speeds: Path | None, memory: Path | None, fit: Path | None) -> R
         fit=predict_fit_rows(fit_rows),
         notes=tuple(table.note for table in tables if table.note),
     )
+
+
+def require_predictions(report: Report) -> None:
+    """Refuse a table of which no row can be predicted.
+
+    Raises:
+        SpecError: There is one; the message counts the reasons.
+    """
+    tables: dict[str, list[RowResult] | list[MemoryResult]] = {
+        "speeds": report.speeds,
+        "memory": report.memory,
+        "what ran": report.fit,
+    }
+    for name, results in tables.items():
+        reasons = Counter(entry["reason"] for entry in _reasons(results))
+        if results and sum(reasons.values()) == len(results):
+            listed = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(4))
+            raise SpecError(
+                f"none of the {len(results)} rows of the table of {name} can be predicted: {listed}"
+            )
 
 
 def write_rows(report: Report, path: Path) -> None:
@@ -162,9 +182,10 @@ def _speed_json(results: Sequence[RowResult]) -> dict[str, Any]:
         if not rows:
             continue
         baseline = constant_utilisation(rows)
+        constant = _constant(rows, baseline)
         document[name] = {
             "overall": asdict(summarise(rows)),
-            "constant_utilisation": asdict(_constant(rows, baseline)),
+            "constant_utilisation": None if constant is None else asdict(constant),
             "by_source": {
                 source: asdict(summarise(members)) for source, members in _by_source(rows)
             },
@@ -277,7 +298,11 @@ def _print_speeds(console: Console, results: Sequence[RowResult]) -> None:
         table.add_row("all", *_cells(rows, baseline))
         console.print(table)
         _print_overall(console, "planner", summarise(rows))
-        _print_overall(console, "constant utilisation", _constant(rows, baseline))
+        constant = _constant(rows, baseline)
+        if constant is None:
+            console.print("  constant utilisation: - (no other source to take it from)")
+        else:
+            _print_overall(console, "constant utilisation", constant)
         console.print(
             "  worst: " + ", ".join(f"{row.row_id} {row.error:+.0%}" for row in _worst(rows)),
             soft_wrap=True,
@@ -286,14 +311,15 @@ def _print_speeds(console: Console, results: Sequence[RowResult]) -> None:
     _print_reasons(console, results)
 
 
-def _constant(rows: Sequence[Judged], baseline: Mapping[str, float]) -> Summary:
-    return summarise(rows, lambda row: baseline[row.row_id])
+def _constant(rows: Sequence[Judged], baseline: Mapping[str, float]) -> Summary | None:
+    """Errors of the baseline; None where no other source says what it is."""
+    return summarise(rows, lambda row: baseline[row.row_id]) if baseline else None
 
 
 def _cells(rows: Sequence[Judged], baseline: Mapping[str, float]) -> list[str]:
     summary = summarise(rows)
     constant = _constant(rows, baseline)
-    shares = (summary.median, summary.p90, summary.bias, constant.median)
+    shares = (summary.median, summary.p90, summary.bias, constant.median if constant else None)
     return [str(summary.num_rows), *(_percent(share) for share in shares)]
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = [
     "Judged",
     "Summary",
     "constant_utilisation",
-    "median_scale",
     "percentile",
     "summarise",
 ]
@@ -91,12 +90,6 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (position - low) * (ordered[high] - ordered[low])
 
 
-def median_scale(ratios: Iterable[float]) -> float:
-    """The factor that makes half of the ratios larger than one."""
-    found = list(ratios)
-    return statistics.median(found) if found else 1.0
-
-
 def summarise(
     rows: Sequence[Judged], predicted: Callable[[Judged], float] | None = None
 ) -> Summary:
@@ -149,7 +142,7 @@ def constant_utilisation(rows: Sequence[Judged]) -> Mapping[str, float]:
 
     Returns:
         Tokens per second and device by row id. A device that only one family measured takes the
-        median over all devices.
+        median over all devices. Empty where all rows are of one family.
     """
 
     def share(row: Judged) -> float:
@@ -159,6 +152,7 @@ def constant_utilisation(rows: Sequence[Judged]) -> Mapping[str, float]:
     for row in rows:
         others = [other for other in rows if other.family != row.family]
         same = [other for other in others if other.device == row.device]
-        chosen = median_scale(share(other) for other in same or others)
-        found[row.row_id] = chosen * row.peak_flops / row.hardware_flops
+        if others:
+            chosen = statistics.median(share(other) for other in same or others)
+            found[row.row_id] = chosen * row.peak_flops / row.hardware_flops
     return found

@@ -46,8 +46,10 @@ def _why_this_one(result: SearchResult) -> list[str]:
             "it shards least, then recomputes least, then uses fewest axes"
         )
     if best.missing:
-        beside = "" if best.is_data_only else "; nothing without them fits"
-        found.append(f"it needs {_all_of(best.missing)}, which the engine doesn't run yet{beside}")
+        found.append(
+            f"it needs {_all_of(best.missing)}, which the engine doesn't run yet; "
+            f"{result.why_not_today.rstrip('.')}"
+        )
     beyond = result.candidates[0]
     gain = 1 - step_s(beyond) / step_s(best)
     if best.is_data_only > beyond.is_data_only and gain > TOLERANCE:

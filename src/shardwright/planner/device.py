@@ -73,6 +73,48 @@ class DeviceSpec:
             power_w=self.power_w,
         )
 
+    @property
+    def best_dtype(self) -> str:
+        """Dtype to compute in, where nobody states one: bf16 from Ampere on, fp16 before."""
+        return "fp16" if self.family in _BEFORE_AMPERE else "bf16"
+
+    def best_attention(self, dtype: str) -> str:
+        """Attention kernel that torch takes by itself: FlashAttention 2 from Ampere on, in 16 bits.
+
+        Elsewhere it is the memory-efficient one, which doesn't write scores either: as `flash1`.
+        """
+        is_old = self.family in _BEFORE_AMPERE
+        return "flash1" if is_old or dtype == "fp32" else "flash2"
+
+    def check_dtype(self, dtype: str) -> None:
+        """Raise where products can't be computed in a dtype.
+
+        Raises:
+            SpecError: It is bf16, and the device is older.
+        """
+        if dtype == "bf16" and self.family in _BEFORE_AMPERE:
+            raise SpecError(
+                f"{self.name} has no bf16 units, which came with Ampere; compute in fp16 or fp32 "
+                "(--param)"
+            )
+
+    def check_attention(self, kernel: str, dtype: str) -> None:
+        """Raise where an attention kernel doesn't run.
+
+        Raises:
+            SpecError: It was written for later devices, for Hopper alone, or for 16 bits.
+        """
+        needs = {
+            "flash2": ("Ampere or later", self.family not in _BEFORE_AMPERE),
+            "flash3": ("Hopper, no other", self.family == _HOPPER),
+        }
+        wanted, runs = needs.get(kernel, ("", True))
+        if not runs or (kernel in needs and dtype == "fp32"):
+            raise SpecError(
+                f"{kernel} needs {wanted if not runs else '16 bits'}, found {self.name} computing "
+                f"in {dtype}; use {self.best_attention(dtype)}"
+            )
+
     def peak_flops(self, dtype: str) -> float:
         """Dense peak for matrix products in a dtype, operations per second.
 
@@ -91,6 +133,11 @@ class DeviceSpec:
             raise SpecError(f"device {self.name!r} has no {dtype} matrix units; choose bf16")
         return peak * 1e12
 
+
+_BEFORE_AMPERE = ("v100", "titan-rtx")
+_HOPPER = "h100"
+"""Families by what runs on them: FlashAttention 2 needs Ampere and 3 needs Hopper, as their READMEs
+say; bf16 came with Ampere (NVIDIA A100 white paper)."""
 
 _A100_SHEET = "NVIDIA A100 Tensor Core GPU data sheet, 2021"
 _H100_SHEET = "NVIDIA H100 Tensor Core GPU data sheet, 2023 (half of the figures with sparsity)"

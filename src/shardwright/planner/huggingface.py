@@ -67,15 +67,34 @@ def from_config(config: Mapping[str, Any], *, name: str = "") -> ModelSpec:
     Raises:
         SpecError: The architecture isn't a known dense decoder, or a field is missing.
     """
+    _refuse_variants(config)
     kind = str(config.get("model_type") or "nothing").lower()
     if kind not in ARCHITECTURES:
         raise SpecError(
             f"config.json has model_type {kind!r}, which is no dense decoder the "
-            f"planner knows; {nearest(kind, ARCHITECTURES)}. Give the sizes explicitly instead."
+            f"planner knows; {nearest(kind, ARCHITECTURES)}. Give the sizes in TOML "
+            "(docs/planner.md has an example), or from Python the module itself with sample=..., "
+            "which is traced."
         )
     title = name or str(config.get("_name_or_path") or kind)
     read = _Config(config, f"config.json of {title!r}")
     return ModelSpec(name=title, family=kind, **ARCHITECTURES[kind](read))
+
+
+def _refuse_variants(config: Mapping[str, Any]) -> None:
+    """Refuse experts and quantised weights, of which the fields that are read say nothing."""
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        count = config.get(name)
+        if isinstance(count, int) and count > 1:
+            raise SpecError(
+                f"config.json has {name}={count}: a mixture of experts, and only dense models are "
+                "planned; trace the module with sample=..., or give a dense model"
+            )
+    if config.get("quantization_config"):
+        raise SpecError(
+            "config.json has a quantization_config: only unquantised models are planned; drop "
+            "it to plan for the same model in 16 bits"
+        )
 
 
 def _llama_like(config: _Config, **other: Any) -> dict[str, Any]:

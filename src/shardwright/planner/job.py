@@ -54,12 +54,20 @@ class Job:
     @property
     def missing(self) -> tuple[str, ...]:
         """What the engine can't run yet, of what this job needs."""
-        layout, workload = self.layout, self.workload
-        kind = workload.checkpointing
+        layout = self.layout
         needs = (
             (layout.tensor > 1, "tensor parallelism"),
             (layout.pipeline > 1, "pipeline stages"),
             (layout.chunks_per_stage > 1, "interleaved stages"),
+        )
+        return (*(name for is_needed, name in needs if is_needed), *self.missing_options)
+
+    @property
+    def missing_options(self) -> tuple[str, ...]:
+        """The same on whatever mesh: what the workload asks for."""
+        workload = self.workload
+        kind = workload.checkpointing
+        needs = (
             (workload.optimizer.is_offloaded, "offloading of the optimizer"),
             (workload.parameters_offloaded, "offloading of parameters"),
             (workload.compression != CompressionSpec(), "compressed collectives"),

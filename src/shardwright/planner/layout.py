@@ -126,6 +126,11 @@ class LayoutSpec:
         return self.replicate * self.shard
 
     @property
+    def is_data_only(self) -> bool:
+        """Whether it has no axes but those that the engine divides over today."""
+        return self.tensor == self.pipeline == 1
+
+    @property
     def world_size(self) -> int:
         """All ranks."""
         return self.num_data_ranks * self.tensor * self.pipeline

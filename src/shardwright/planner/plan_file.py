@@ -118,13 +118,13 @@ def _engine_section(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def write_plan(prediction: Prediction, path: Path, *, runnable: Prediction | None = None) -> None:
+def write_plan(prediction: Prediction, path: Path, *, why_not: str = "") -> None:
     """Write a plan file.
 
     Args:
         prediction: What to write.
         path: Where.
-        runnable: The best that the engine runs, for the message.
+        why_not: What is in the way of one that the engine runs, for the message.
 
     Raises:
         SpecError: The engine can't run that layout yet, or the file can't be written.
@@ -133,18 +133,7 @@ def write_plan(prediction: Prediction, path: Path, *, runnable: Prediction | Non
     if job.missing:
         raise SpecError(
             f"no plan file is written: {job.layout.describe()} needs {' and '.join(job.missing)}, "
-            f"which the engine doesn't run yet. {_instead(prediction, runnable)}"
+            f"which the engine doesn't run yet; {why_not}"
         )
     text = json.dumps(as_document(prediction), indent=1, sort_keys=True)
     write_text(path, text + "\n", "plan file")
-
-
-def _instead(prediction: Prediction, runnable: Prediction | None) -> str:
-    if runnable is None:
-        return "Of what it runs, nothing that was compared fits: use more devices"
-    slower = runnable.step_s / prediction.step_s - 1
-    return (
-        f"The best layout that it runs is {runnable.job.layout.describe()} "
-        f"({runnable.step_s:.2f} s per step, {slower:.0%} slower): plan with --max-tensor 1 "
-        "--max-pipeline 1 to have it"
-    )

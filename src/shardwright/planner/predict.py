@@ -8,7 +8,7 @@ micro-batch: three are replayed, the rest follows from them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -28,6 +28,7 @@ _RANK_SPREAD = 0.018
 
 _FEW_TOKENS = 2000
 _WEAK_EXPOSURE = 0.20
+_MUCH_PADDING = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,10 @@ def predict(
         slowest_s=waiting,
         parts_s=stage.parts(),
         efficiency=efficiency,
-        warnings=_warnings(job, sum(exposed.values()) / step, known.get(key)),
+        warnings=(
+            *_warnings(job, sum(exposed.values()) / step, known.get(key)),
+            *_padding_warnings(stage),
+        ),
         timeline=timeline,
         stage=stage,
     )
@@ -216,3 +220,18 @@ def _warnings(job: Job, exposed_share: float, fitted: Efficiency | None) -> tupl
     if isinstance(job.model, TracedModel):
         found.extend(job.model.assumptions)
     return tuple(found)
+
+
+def _padding_warnings(stage: Stage) -> Iterator[str]:
+    """Name padding that makes shards much larger than their parameters."""
+    layouts = [unit.layout for unit in stage.units if unit.layout is not None]
+    share = sum(layout.padding_numel for layout in layouts) / sum(
+        layout.used_numel for layout in layouts
+    )
+    if share > _MUCH_PADDING:
+        mesh = stage.job.layout
+        yield (
+            f"padding adds {share:.0%} to the parameters, in memory and in what is sent: parts of "
+            f"whole rows for {mesh.shard_degree} shard ranks, each divisible over {mesh.replicas} "
+            "replicas, are larger than they are; take fewer data ranks"
+        )

@@ -148,6 +148,8 @@ def find_stack(row: Mapping[str, str]) -> str:
     found = named or _stack_by_columns(row)
     if found == "mosaicgpt-0.0.4" and "v0.0.3" in where:
         return "mosaicgpt-0.0.3"
+    if found == "maxtext" and "B200" in row.get("gpu", ""):
+        return "maxtext-blackwell"
     if found.startswith("megatron") and row.get("strategy") in ("zero2", "zero3"):
         return "deepspeed-zero3"
     if found == "megatron-2021" and row.get("act_ckpt") == "selective":

@@ -9,74 +9,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from shardwright.core.errors import PlanInfeasible, SpecError
-from shardwright.core.strategy import STRATEGIES, Gathered, resolve_strategy
-from shardwright.planner.checks import require_positive, require_type, require_types
+from shardwright.core.strategy import Gathered
+from shardwright.planner.checks import require_positive
 from shardwright.planner.cluster import ClusterSpec
 from shardwright.planner.cost.block import block_time, ends_time
 from shardwright.planner.cost.efficiency import GENERIC, Efficiency, Factors, load_efficiencies
 from shardwright.planner.cost.traced import traced_time
 from shardwright.planner.device import DeviceSpec
-from shardwright.planner.divide import divides, why_none_divides
+from shardwright.planner.divide import why_none_divides
 from shardwright.planner.job import Job
-from shardwright.planner.layout import LayoutSpec
 from shardwright.planner.memory import MemoryEstimate, estimate_memory
 from shardwright.planner.model import ModelSpec
+from shardwright.planner.obstacles import why_not_today, why_nothing_fits
 from shardwright.planner.predict import Prediction, predict
 from shardwright.planner.recommend import recommended, runnable, step_s
+from shardwright.planner.space import Question, SearchSpace
 from shardwright.planner.traced import TracedModel
-from shardwright.planner.workload import Checkpointing, WorkloadSpec
+from shardwright.planner.workload import WorkloadSpec
 
 __all__ = ["Candidate", "SearchResult", "SearchSpace", "search", "winners_with"]
 
 _MAX_REPLAYED = 80
 _PER_STRATEGY = 8
 """Candidates of each strategy that are replayed whatever the others promise."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchSpace:
-    """What may vary.
-
-    Attributes:
-        strategies: Names to compare; empty for all.
-        micro_batches: Sequences per rank and micro-batch; empty for powers of two.
-        checkpointing: Kinds of recomputation.
-        max_tensor: Largest tensor axis; at most the devices of a node.
-        max_pipeline: Most pipeline stages.
-        headroom: Share of a device's memory to leave free.
-        max_chunks: Most pieces of the model that a pipeline stage interleaves.
-        layouts: Meshes to compare; empty for all.
-        base: Settings that all meshes share: prefetch distances, bounds, transport, residency.
-    """
-
-    strategies: tuple[str, ...] = ()
-    micro_batches: tuple[int, ...] = ()
-    checkpointing: tuple[Checkpointing, ...] = ("none", "selective", "full")
-    max_tensor: int = 8
-    max_pipeline: int = 16
-    headroom: float = 0.05
-    max_chunks: int = 8
-    layouts: tuple[LayoutSpec, ...] = ()
-    base: LayoutSpec = field(default_factory=lambda: LayoutSpec(strategy="zero3"))
-
-    def __post_init__(self) -> None:
-        require_types("search", self)
-        require_positive(
-            "search",
-            max_tensor=self.max_tensor,
-            max_pipeline=self.max_pipeline,
-            max_chunks=self.max_chunks,
-        )
-        for micro_batch in self.micro_batches:
-            require_type("search", "each of micro_batches", micro_batch, "int")
-            require_positive("search", micro_batch=micro_batch)
-        for name in self.strategies:
-            resolve_strategy(name)
-        if not 0 <= self.headroom < 1:
-            raise SpecError(f"headroom must be at least 0 and below 1, found {self.headroom}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +66,7 @@ class Candidate:
     @property
     def is_data_only(self) -> bool:
         """Whether it has no axes but those that the engine divides over today."""
-        return self.job.layout.tensor == self.job.layout.pipeline == 1
+        return self.job.layout.is_data_only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +76,7 @@ class SearchResult:
     Attributes:
         candidates: Replayed ones, fastest first.
         best: The recommendation.
-        best_today: The same where the engine runs it today; None where nothing that it runs fits.
+        why_not_today: Why the best is nothing that the engine runs yet; empty where it is.
         front: Those that no other beats in both time and memory, fastest first.
         unfit: Per strategy, the candidate that came nearest to fitting where none fits.
         faster_unfit: A candidate whose time promises more than the best but doesn't fit, if any.
@@ -128,7 +86,7 @@ class SearchResult:
 
     candidates: tuple[Candidate, ...]
     best: Candidate
-    best_today: Candidate | None
+    why_not_today: str
     front: tuple[Candidate, ...]
     unfit: tuple[Candidate, ...]
     faster_unfit: Candidate | None
@@ -161,148 +119,40 @@ def search(
     """
     chosen = space or SearchSpace()
     require_positive("search", global_batch=global_batch)
-    jobs = list(_jobs(model, cluster, workload, global_batch, chosen))
-    if not jobs:
-        layouts = chosen.layouts or tuple(_layouts(model, cluster, chosen))
+    question = Question(
+        model=model, cluster=cluster, workload=workload, global_batch=global_batch, space=chosen
+    )
+    limit_gib = question.limit_gib
+    considered = [_weigh(job, limit_gib) for job in question.jobs()]
+    if not considered:
         raise SpecError(
-            why_none_divides(global_batch, chosen.micro_batches, layouts, cluster.num_devices)
+            why_none_divides(
+                global_batch, chosen.micro_batches, question.layouts(), cluster.num_devices
+            )
         )
-    limit_gib = cluster.device.memory_gib * (1 - chosen.headroom)
-    considered = [_weigh(job, limit_gib) for job in jobs]
     fitting = [candidate for candidate in considered if candidate.fits]
     if not fitting:
-        raise PlanInfeasible(_nearest(considered, limit_gib))
+        raise PlanInfeasible(why_nothing_fits(question, considered))
     factors = load_efficiencies() if efficiencies is None else efficiencies
     promising = _most_promising(fitting, factors)
     replayed = [
         replace(candidate, prediction=predict(candidate.job, efficiencies=factors))
         for candidate in promising
     ]
-    replayed.extend(_with_residency(replayed, limit_gib, factors))
+    if chosen.tries_residency:
+        replayed.extend(_with_residency(replayed, limit_gib, factors))
     replayed.sort(key=step_s)
     best = recommended(replayed)
     return SearchResult(
         candidates=tuple(replayed),
         best=best,
-        best_today=None if best.missing else best,
+        why_not_today=why_not_today(question, best.job, considered),
         front=tuple(_front(replayed)),
         unfit=tuple(_nearest_per_strategy(considered)),
         faster_unfit=_faster_unfit(considered, best, factors),
         num_considered=len(considered),
         num_fitting=len(fitting),
     )
-
-
-def _jobs(
-    model: ModelSpec | TracedModel,
-    cluster: ClusterSpec,
-    workload: WorkloadSpec,
-    global_batch: int,
-    space: SearchSpace,
-) -> Iterator[Job]:
-    layouts = space.layouts or tuple(_layouts(model, cluster, space))
-    for layout in layouts:
-        per_rank, rest = divmod(global_batch, layout.num_data_ranks)
-        if rest or not per_rank:
-            continue
-        for micro_batch in _micro_batches(per_rank, layout, space):
-            accumulation = per_rank // micro_batch
-            for kind in space.checkpointing:
-                sized = replace(
-                    workload,
-                    micro_batch=micro_batch,
-                    accumulation=accumulation,
-                    checkpointing=kind,
-                )
-                yield Job(model=model, cluster=cluster, workload=sized, layout=layout)
-
-
-def _micro_batches(per_rank: int, layout: LayoutSpec, space: SearchSpace) -> list[int]:
-    """Micro-batches that divide a rank's sequences; small ones in pipelines, which need many."""
-    wanted = space.micro_batches or tuple(2**i for i in range(8))
-    return [size for size in wanted if divides(per_rank, size, layout)]
-
-
-def _layouts(
-    model: ModelSpec | TracedModel, cluster: ClusterSpec, space: SearchSpace
-) -> Iterator[LayoutSpec]:
-    names = space.strategies or tuple(STRATEGIES)
-    for tensor in _tensor_sizes(model, cluster, space.max_tensor):
-        for pipeline in _pipeline_sizes(model, cluster, tensor, space.max_pipeline):
-            data = cluster.num_devices // (tensor * pipeline)
-            for name in names:
-                for shard in _shard_sizes(name, data, cluster, tensor):
-                    for chunks in _chunk_counts(model.layers, pipeline, space.max_chunks):
-                        yield replace(
-                            space.base,
-                            strategy=name,
-                            replicate=data // shard,
-                            shard=shard,
-                            tensor=tensor,
-                            pipeline=pipeline,
-                            chunks_per_stage=chunks,
-                            resident_units=_num_resident(space, name),
-                        )
-
-
-def _num_resident(space: SearchSpace, strategy: str) -> int:
-    """Blocks asked to stay gathered, where the strategy would drop them."""
-    drops = resolve_strategy(strategy).gathered is Gathered.USE
-    return space.base.resident_units if drops else 0
-
-
-def _chunk_counts(layers: int, pipeline: int, most: int) -> list[int]:
-    """Pieces per stage: one, and the fewest and most into which a stage's blocks divide evenly.
-
-    As in `LayoutSpec.stage_blocks`, both ends may count as a block each.
-    """
-    if pipeline == 1:
-        return [1]
-    even = [
-        n
-        for n in range(2, most + 1)
-        if layers % (pipeline * n) == 0 or (layers + 2) % (pipeline * n) == 0
-    ]
-    return sorted({1, *even[:1], *even[-1:]})
-
-
-def _tensor_sizes(model: ModelSpec | TracedModel, cluster: ClusterSpec, largest: int) -> list[int]:
-    if isinstance(model, TracedModel):  # a trace doesn't say how to divide it
-        return [1]
-    limit = min(largest, cluster.devices_per_node)
-    return [
-        size
-        for size in (1, 2, 4, 8, 16)
-        if size <= limit
-        and model.heads % size == 0
-        and model.kv_heads % size == 0
-        and model.ffn_hidden % size == 0
-        and cluster.devices_per_node % size == 0
-    ]
-
-
-def _pipeline_sizes(
-    model: ModelSpec | TracedModel, cluster: ClusterSpec, tensor: int, largest: int
-) -> list[int]:
-    if isinstance(model, TracedModel):
-        return [1]
-    return [
-        size
-        for size in (1, 2, 4, 8, 16, 32)
-        if size <= min(largest, model.layers)
-        and cluster.num_devices % (tensor * size) == 0
-        and (size == 1 or cluster.num_devices > cluster.devices_per_node)
-    ]
-
-
-def _shard_sizes(name: str, data: int, cluster: ClusterSpec, tensor: int) -> list[int]:
-    """Shard sizes worth comparing: everything for the plain kinds; nodes for the hybrid ones."""
-    strategy = STRATEGIES.get(name)
-    if strategy is None or not name.startswith("hybrid"):
-        return [data if strategy is None or strategy.shards_parameters else 1]
-    per_node = max(1, cluster.devices_per_node // tensor)
-    sizes = [per_node * nodes for nodes in (1, 2, 4, 8)]
-    return [size for size in sizes if 1 < size < data and data % size == 0]
 
 
 def _weigh(job: Job, limit_gib: float) -> Candidate:
@@ -403,34 +253,6 @@ def _faster_unfit(
             prediction = predict(candidate.job, efficiencies=factors)
             if prediction.step_s < goal:
                 return replace(candidate, prediction=prediction)
-    return None
-
-
-def _nearest(considered: Sequence[Candidate], limit_gib: float) -> str:
-    """Say what comes nearest to fitting, and how many devices would do."""
-    nearest = min(considered, key=lambda candidate: candidate.memory.needed_gib)
-    job = nearest.job
-    kind = job.workload.checkpointing.replace("none", "no")
-    text = (
-        f"no layout of {job.model.name} fits {job.cluster.name}: the smallest, "
-        f"{job.layout.describe()} with micro-batch {job.workload.micro_batch} and "
-        f"{kind} recomputation, needs {nearest.memory.needed_gib:.1f} GiB "
-        f"per device; {limit_gib:.1f} of its {job.cluster.device.memory_gib:.1f} may be used."
-    )
-    more = _devices_that_fit(job, limit_gib)
-    if more is not None:
-        return f"{text} With that micro-batch, zero3 fits {more} devices."
-    return f"{text} Shorten the sequence, or divide the model over a tensor axis."
-
-
-def _devices_that_fit(job: Job, limit_gib: float) -> int | None:
-    """The smallest power-of-two multiple of the cluster on which zero3 over all of it fits."""
-    for factor in (2, 4, 8, 16, 32, 64):
-        shard = job.layout.num_data_ranks * factor
-        layout = replace(job.layout, strategy="zero3", replicate=1, shard=shard)
-        workload = replace(job.workload, micro_batch=1, checkpointing="full")
-        if estimate_memory(job.model, layout, workload).needed_gib <= limit_gib:
-            return job.cluster.num_devices * factor
     return None
 
 

@@ -52,6 +52,14 @@ _FOREACH = OptimizerSpec(implementation="foreach")
 _PLAIN = SoftwareSpec(norm="eager_fp32", attention="flash2", loss="full", engine="fsdp2")
 _PLAIN_FSDP1 = replace(_PLAIN, engine="fsdp1")
 _MOSAIC = SoftwareSpec(norm="fused", attention="flash1", loss="narrow", engine="fsdp1")
+_MAXTEXT = SoftwareSpec(
+    class_name="compiled",
+    norm="fused",
+    attention="flash2",
+    loss="full",
+    engine="fsdp1",
+    overlaps_replicas=False,
+)
 _MEGATRON_2021 = SoftwareSpec(
     class_name="fused",
     norm="fused",
@@ -125,15 +133,14 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
             optimizer=_FOREACH,
             source="huggingface/transformers modeling_llama: RMSNorm in fp32, float logits, shift",
         ),
+        "maxtext-blackwell": Stack(
+            software=replace(_MAXTEXT, attention="flash3"),
+            optimizer=_FUSED,
+            selective="selective",
+            source="as maxtext, with cuDNN 9: release 8 has no kernels for Blackwell",
+        ),
         "maxtext": Stack(
-            software=SoftwareSpec(
-                class_name="compiled",
-                norm="fused",
-                attention="flash2",
-                loss="full",
-                engine="fsdp1",
-                overlaps_replicas=False,
-            ),
+            software=_MAXTEXT,
             optimizer=_FUSED,
             selective="selective",
             network="4x200g-tcpx",

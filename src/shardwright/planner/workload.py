@@ -46,7 +46,8 @@ second product too, as torchtitan's; every other block; every block."""
 Attention = Literal["eager", "fused_softmax", "flash1_biased", "flash1", "flash2", "flash3"]
 """Attention kernel: separate products and softmax in fp32; Megatron's fused softmax between the
 products; the first FlashAttention or its Triton form, with the causal mask as a bias (masked tiles
-are computed too) or skipped; FlashAttention 2 (torch's SDPA); its successors."""
+are computed too) or skipped, which stands for torch's memory-efficient kernel too; FlashAttention 2
+(torch's SDPA); its successors."""
 
 Loss = Literal["shifted", "full", "narrow", "fused_softmax", "chunked"]
 """Cross-entropy: in separate fp32 operations over a shifted copy of the logits; the same without

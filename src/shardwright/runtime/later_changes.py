@@ -71,7 +71,7 @@ def _check_module(parent: nn.Module, name: str, added: nn.Module | None) -> None
     if any(id(p) not in engine.unit_of_parameter for p in added.parameters()):
         raise LifecycleError(
             f"{name!r}, a {type(added).__name__} with parameters of its own, was put into a "
-            f"{type(parent).__name__} of a sharded model: they would train on each rank alone. "
+            f"{type(parent).__name__} of a sharded model: they would be each rank's own. "
             "Change the model before sw.shard(), or make it plain with sw.unshard_(model) and "
             "shard it again."
         )
@@ -85,7 +85,7 @@ def _check_parameter(module: nn.Module, name: str, added: nn.Parameter | None) -
     if module._parameters.get(name) is None:
         raise LifecycleError(
             f"parameter {name!r} was put into a {type(module).__name__} of a sharded model: it "
-            "would train on each rank alone. Add it before sw.shard(), or make the model plain "
+            "would be each rank's own. Add it before sw.shard(), or make the model plain "
             "with sw.unshard_(model) and shard it again."
         )
 

@@ -75,8 +75,9 @@ class _StrayParameter(_Rows, ShardedParameter):
         return (
             f"{_name(func)} was called on {self.full_name!r} outside the forward of its unit "
             f"{self.unit_name!r}, where {_held(self.rows, self.global_shape)}. Call the unit's "
-            "forward, use the weight inside it, make the modules that share it one unit with "
-            "units=..., or wrap the code in `with sw.unsharded(model):` on every rank."
+            "forward (one that replaces it must call it), use the weight inside it, make the "
+            "modules that share it one unit with units=..., or wrap the code in "
+            "`with sw.unsharded(model):` on every rank."
         )
 
 

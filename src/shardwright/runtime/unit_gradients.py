@@ -348,9 +348,10 @@ class StrayUseGuard:
         """Refuse: the shard holds only this rank's rows."""
         raise LifecycleError(
             f"a gradient reached the shard of {self.name!r} directly: the parameter was used "
-            "outside the forward of its unit, where it holds only this rank's rows. Use it inside "
-            "that forward, return it from there, or make the modules that share it one unit with "
-            "units=..."
+            "outside the forward of its unit, where no rank averages gradients and a shard holds "
+            "this rank's rows. Use it inside that forward, return it from there, or make the "
+            "modules that share it one unit with units=...; penalties on all weights are the "
+            "optimizer's weight_decay."
         )
 
 

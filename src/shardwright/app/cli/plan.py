@@ -25,7 +25,8 @@ def plan(
     model: Annotated[
         str,
         typer.Option(
-            help="Preset such as llama-3-8b, config.json of Hugging Face, or TOML of sizes."
+            help="Preset such as llama-3-8b, config.json of Hugging Face, or TOML of sizes "
+            "(docs/planner.md has one)."
         ),
     ],
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")],
@@ -58,7 +59,12 @@ def plan(
         int | None, typer.Option(help="Fix the sequences per data rank and micro-batch.")
     ] = None,
     checkpointing: Annotated[
-        str | None, typer.Option(help="Fix recomputation: none, selective or full.")
+        str | None,
+        typer.Option(
+            help="Fix recomputation: none, selective or full; of other stacks attention_core "
+            "(Megatron's selective), half_products (torchtitan's selective op) or alternate (every "
+            "other block)."
+        ),
     ] = None,
     max_tensor: Annotated[int, typer.Option(help="Largest tensor axis.")] = 8,
     max_pipeline: Annotated[int, typer.Option(help="Most pipeline stages.")] = 16,
@@ -74,8 +80,9 @@ def plan(
         int, typer.Option(help="Bound on gathers started and not yet used.")
     ] = 2,
     residency: Annotated[
-        int, typer.Option(help="Blocks kept gathered from forward to backward.")
-    ] = 0,
+        int | None,
+        typer.Option(help="Blocks kept gathered from forward to backward.  [default: chosen]"),
+    ] = None,
     context: Annotated[
         int | None, typer.Option(help="Not modelled: context parallelism.", hidden=True)
     ] = None,
@@ -86,14 +93,29 @@ def plan(
         float, typer.Option(help="Share of each device's memory to leave free.")
     ] = 0.05,
     attention: Annotated[
-        str, typer.Option(help="Attention kernel: eager, flash1, flash2 or flash3.")
-    ] = "flash2",
+        str | None,
+        typer.Option(
+            help="Attention kernel: eager, flash1 (also torch's memory-efficient one), flash2 or "
+            "flash3 (Hopper).  [default: flash2, flash1 before Ampere]"
+        ),
+    ] = None,
     loss: Annotated[
-        str, typer.Option(help="Cross-entropy: full, narrow, fused_softmax or chunked.")
+        str,
+        typer.Option(
+            help="Cross-entropy: full (fp32), shifted (of a copy), narrow (logits' dtype), "
+            "fused_softmax (one kernel) or chunked (no whole logits)."
+        ),
     ] = "full",
     software: Annotated[
         str, typer.Option(help="How a step is executed: eager, compiled or fused.")
     ] = "eager",
+    param: Annotated[
+        str | None,
+        typer.Option(
+            help="Dtype of gathered parameters and products: bf16, fp16 or fp32.  [default: bf16, "
+            "fp16 before Ampere]"
+        ),
+    ] = None,
     reduce: Annotated[
         str, typer.Option(help="Dtype in which gradients are reduced: fp32 or bf16.")
     ] = "fp32",
@@ -137,6 +159,7 @@ def plan(
         "attention": attention,
         "loss": loss,
         "software": software,
+        "param": param,
         "reduce": reduce,
         "offload_optimizer": offload_optimizer or None,
         "context": context if context != 1 else None,
@@ -146,6 +169,7 @@ def plan(
         model=model,
         cluster=_cluster(cluster, device, devices, devices_per_node, network, pcie=pcie),
         workload={key: value for key, value in workload.items() if value is not None},
+        strategy=strategy,
         settings={
             "forward_prefetch": forward_prefetch,
             "backward_prefetch": backward_prefetch,
@@ -154,7 +178,6 @@ def plan(
             "residency": residency,
         },
         space=SearchSpace(
-            strategies=_strategies(strategy or []),
             max_tensor=max_tensor,
             max_pipeline=max_pipeline,
             max_chunks=max_chunks,
@@ -219,12 +242,6 @@ def _cluster(
         network=network,
         uses_pcie=pcie,
     )
-
-
-def _strategies(names: list[str]) -> tuple[str, ...]:
-    from shardwright.core.strategy import resolve_strategy
-
-    return tuple(resolve_strategy(name).name for name in names)
 
 
 def _explained(plans: Plans) -> str:

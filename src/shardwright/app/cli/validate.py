@@ -47,3 +47,4 @@ def validate(
             print(json.dumps(report_module.as_json(report), indent=1))
         else:
             report_module.print_report(Console(), report)
+    report_module.require_predictions(report)

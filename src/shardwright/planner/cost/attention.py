@@ -21,14 +21,24 @@ __all__ = ["AttentionShape", "attention_s"]
 
 _FLASH_SHARE: Mapping[str, Mapping[str, tuple[float, float]]] = MappingProxyType(
     {
-        "flash1": MappingProxyType({"a100": (0.42, 0.30), "h100": (0.235, 0.165)}),
-        "flash2": MappingProxyType({"a100": (0.60, 0.51), "h100": (0.37, 0.30)}),
+        "flash1": MappingProxyType(
+            {"a100": (0.42, 0.30), "h100": (0.235, 0.165), "b200": (0.1175, 0.0825)}
+        ),
+        "flash2": MappingProxyType(
+            {"a100": (0.60, 0.51), "h100": (0.37, 0.30), "b200": (0.185, 0.15)}
+        ),
         "flash3": MappingProxyType(
             {"a100": (0.60, 0.51), "h100": (0.60, 0.47), "b200": (0.55, 0.42)}
         ),
     }
 )
-"""Share of the dense peak in forward and backward, head width 128, long causal sequences."""
+"""Share of the dense peak in forward and backward, head width 128, long causal sequences.
+
+The first two use Ampere's instructions. On Blackwell these are taken to run as fast per SM and
+clock as on Hopper, whose peak per SM and clock is half (4,096 operations against 8,192): so is the
+share. That makes 416 and 337 TFLOP/s of a B200; measured were 330 to 380 in forward
+(meta-pytorch/tritonbench pull request 171, Dao-AILab/flash-attention issue 1589) and 330 in
+backward (the latter), of sequences of 2,048 to 16,384."""
 
 _ELSEWHERE: Mapping[str, tuple[float, float]] = MappingProxyType(
     {"flash1": (0.30, 0.22), "flash2": (0.45, 0.36), "flash3": (0.50, 0.40)}
@@ -79,6 +89,7 @@ def attention_s(
     device: DeviceSpec,
     efficiency: Efficiency,
     *,
+    dtype: str = "bf16",
     dropout: bool = False,
 ) -> tuple[float, float]:
     """Seconds of forward and backward.
@@ -88,22 +99,24 @@ def attention_s(
         kernel: See `workload.Attention`.
         device: Where.
         efficiency: Fitted factors.
+        dtype: Of products; attention's are in 16 bits where those are narrower.
         dropout: Whether attention weights are dropped.
     """
+    wide = "fp32" if dtype == "fp32" else "bf16"
     if kernel.startswith("flash"):
-        return _flash_s(shape, kernel, device, efficiency)
-    return _written_s(shape, kernel, device, efficiency, dropout=dropout)
+        return _flash_s(shape, kernel, device, efficiency, wide)
+    return _written_s(shape, kernel, device, efficiency, wide, dropout=dropout)
 
 
 def _flash_s(
-    shape: AttentionShape, kernel: str, device: DeviceSpec, efficiency: Efficiency
+    shape: AttentionShape, kernel: str, device: DeviceSpec, efficiency: Efficiency, dtype: str
 ) -> tuple[float, float]:
     is_biased = kernel.endswith("_biased")
     kernel = kernel.removesuffix("_biased")
     seen = 1.0 if is_biased else 0.5 * (1 + min(1.0, _TILE_TOKENS / shape.seq_len))
     flops = 4.0 * shape.batch * shape.heads * shape.seq_len**2 * shape.head_width * seen
     forward, backward = _FLASH_SHARE[kernel].get(device.family, _ELSEWHERE[kernel])
-    speed = device.peak_flops("bf16") * shape.seq_len / (shape.seq_len + _RAMP_TOKENS)
+    speed = device.peak_flops(dtype) * shape.seq_len / (shape.seq_len + _RAMP_TOKENS)
     speed *= efficiency.matmul * (1.0 if shape.head_width >= 128 else _NARROW_HEAD)
     if device.family == "h100":  # a part with less power runs at a lower clock
         speed *= min(1.0, ((device.power_w - 100) / 600) ** 0.4)
@@ -120,13 +133,14 @@ def _written_s(
     kernel: str,
     device: DeviceSpec,
     efficiency: Efficiency,
+    dtype: str,
     *,
     dropout: bool,
 ) -> tuple[float, float]:
     batch = shape.batch * shape.heads
     s, d = shape.seq_len, shape.head_width
-    scores = matmul_s(s, d, s, device, batch=batch)
-    values = matmul_s(s, s, d, device, batch=batch)
+    scores = matmul_s(s, d, s, device, dtype=dtype, batch=batch)
+    values = matmul_s(s, s, d, device, dtype=dtype, batch=batch)
     forward_bytes, backward_bytes = _SCORE_BYTES[kernel]
     if dropout:
         forward_bytes += _DROPOUT_BYTES

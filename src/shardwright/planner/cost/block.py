@@ -136,6 +136,7 @@ def block_time(
         software.attention,
         device,
         efficiency,
+        dtype=dtype,
         dropout=software.dropout,
     )
     traffic = block_traffic(model, software, tensor=tensor, is_wide=workload.precision.autocasts)

@@ -104,6 +104,7 @@ def _attention_s(
             workload.software.attention,
             device,
             efficiency,
+            dtype=workload.precision.product,
             dropout=workload.software.dropout,
         )
         # The formula is that of a causal mask over as many keys as queries.
