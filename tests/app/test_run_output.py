@@ -15,9 +15,8 @@ from rich.console import Console
 from shardwright.app.config import Config, resolve
 from shardwright.app.interrupt import StopRequest
 from shardwright.app.progress import Progress, StepRecord, format_record
-from shardwright.app.run_folder import RunFolder, require_unused
+from shardwright.app.run_folder import RunFolder, RunFolderError, require_unused
 from shardwright.app.settings import load_config
-from shardwright.core.errors import SpecError
 
 RECORD = StepRecord(
     step=3,
@@ -95,7 +94,7 @@ def test_the_summary_replaces_an_older_one_in_one_go(tmp_path: Path) -> None:
 def test_a_folder_of_another_run_is_refused_and_left_alone(tmp_path: Path) -> None:
     with RunFolder(config(tmp_path / "run")) as folder:
         folder.write_metrics({"step": 1})
-    with pytest.raises(SpecError, match=r"run\.out must be a new or empty folder"):
+    with pytest.raises(RunFolderError, match=r"run\.out must be a new or empty folder"):
         RunFolder(config(tmp_path / "run"))
     assert (folder.path / "metrics.jsonl").read_text() == '{"step": 1}\n'
     require_unused(tmp_path / "other")
@@ -108,7 +107,7 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(tmp_path: Path) -> No
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, name: str, found: str) -> None:
     (tmp_path / "file").touch()
     for open_folder in (require_unused, lambda folder: RunFolder(config(folder))):
-        with pytest.raises(SpecError, match=f"must be writable; found: .*{found}"):
+        with pytest.raises(RunFolderError, match=f"must be writable; found: .*{found}"):
             open_folder(tmp_path / name)
 
 

@@ -135,7 +135,8 @@ def narrow_masters(strategy: str) -> tuple[set[torch.dtype], float, str]:
         start, stop = own.rows
         if stop > start:
             rows = whole.grad[start:stop] if whole.dim() else whole.grad
-            worst = max(worst, (rows - own.grad).abs().max().item())
+            difference = (rows - own.grad).as_subclass(torch.Tensor)
+            worst = max(worst, difference.abs().max().item())
     make_optimizer(model, "sgd").step()
     return dtypes, worst, " ".join(str(w.message) for w in caught)
 

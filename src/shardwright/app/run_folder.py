@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwright.app.settings import to_toml
-from shardwright.core.errors import SpecError
+from shardwright.core.errors import ShardwrightError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +30,7 @@ RUNS = Path("runs")
 """Where folders are made that nobody names."""
 
 
-class RunFolderError(SpecError):
+class RunFolderError(ShardwrightError, ValueError):
     """The run folder is in use or can't be written; raised on all ranks alike."""
 
 

@@ -137,12 +137,15 @@ def _resolve(given: Config, job: Job | None) -> Config:
 def _check_inputs(config: Config) -> None:
     """Refuse wrong paths before any rank starts and anything is written."""
     from shardwright.app.data import find_documents
-    from shardwright.app.run_folder import RUNS, require_unused
+    from shardwright.app.run_folder import RUNS, RunFolderError, require_unused
     from shardwright.app.tokenizer import load_tokenizer
 
     config.model.decoder(load_tokenizer(config.data.tokenizer).vocab_size)
     find_documents(config.data.paths)
-    require_unused(RUNS / "new" if config.run.out is None else Path(config.run.out))
+    try:
+        require_unused(RUNS / "new" if config.run.out is None else Path(config.run.out))
+    except RunFolderError as error:
+        raise SpecError(str(error)) from error  # a wrong setting still: no run has begun
 
 
 def _launch(config: Config) -> NoReturn:
