@@ -245,6 +245,11 @@ class UnitLayout:
         width = place.spec.row_numel
         return ((start - place.start) // width, (stop - place.start) // width)
 
+    def owns_whole(self, index: int, owner: int) -> bool:
+        """Whether a parameter is to lie whole with one owner, and this is it."""
+        spec = self.placements[index].spec
+        return spec.is_whole and self.rows(index, owner) == (0, spec.num_rows)
+
 
 def lay_out(
     name: str,

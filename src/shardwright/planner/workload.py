@@ -8,7 +8,7 @@ depend on: how the surrounding code is executed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from shardwright.planner.checks import require_choice, require_positive, require_types
 
@@ -64,19 +64,12 @@ Engine = Literal["shardwright", "fsdp1", "fsdp2", "deepspeed", "megatron"]
 """Whose buffers and copies are counted."""
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "checkpointing": (
-        "none",
-        "attention_core",
-        "selective",
-        "half_products",
-        "alternate",
-        "full",
-    ),
-    "attention": ("eager", "fused_softmax", "flash1_biased", "flash1", "flash2", "flash3"),
-    "loss": ("shifted", "full", "narrow", "fused_softmax", "chunked"),
-    "norm": ("eager_fp32", "autocast_fp32", "fused"),
-    "engine": ("shardwright", "fsdp1", "fsdp2", "deepspeed", "megatron"),
-    "class_name": ("eager", "compiled", "fused"),
+    "checkpointing": get_args(Checkpointing),
+    "attention": get_args(Attention),
+    "loss": get_args(Loss),
+    "norm": get_args(NormKernel),
+    "engine": get_args(Engine),
+    "class_name": get_args(SoftwareClass),
 }
 
 

@@ -158,12 +158,11 @@ def _construct(
         for position, owned in enumerate(modules.owned):
             first_values.store(unit, position)
             owned.parameter.grad = None
-            spec = layout.placements[position].spec
             mark_sharded(
                 owned.parameter,
-                global_shape=spec.shape,
+                global_shape=layout.placements[position].spec.shape,
                 rows=layout.rows(position, blueprint.topology.owner),
-                is_owned_whole=spec.is_whole and owned.parameter.numel() == spec.numel,
+                is_owned_whole=layout.owns_whole(position, blueprint.topology.owner),
                 unit_name=unit.name,
                 full_name=owned.name,
             )

@@ -126,11 +126,11 @@ class UnitGradients:
 
     def _show(self, k: int) -> torch.Tensor:
         """An alias of a gradient's rows here, for `.grad`."""
-        layout, position, rows = self.unit.layout, self.unit.trainable[k], self._rows[k]
+        layout, position, owner = self.unit.layout, self.unit.trainable[k], self.unit.topology.owner
+        if layout.num_owners == 1 or layout.owns_whole(position, owner):
+            return self._rows[k].detach()
         spec = layout.placements[position].spec
-        if layout.num_owners == 1 or (spec.is_whole and rows.numel() == spec.numel):
-            return rows.detach()
-        return ShardedGradient.of(spec, layout.rows(position, self.unit.topology.owner), rows)
+        return ShardedGradient.of(spec, layout.rows(position, owner), self._rows[k])
 
     def _show_again_where_moved(self) -> None:
         """Give up aliases whose ``data`` the user has set to other memory."""
@@ -214,10 +214,7 @@ class UnitGradients:
         topology = self.unit.topology
         if topology.owners_per_shard == 1 and topology.replicate.size > 1:
             self.multiply(1.0 / topology.replicate.size)
-        self._drop_not_owned()
-        if self._has_sums_apart:
-            for sink in self.sinks:
-                sink.is_filled = False
+        self._empty_buffer()
         self.is_reduced = False
 
     def keep(self, k: int) -> bool:
@@ -255,6 +252,10 @@ class UnitGradients:
                 "micro-batches, where they are not reduced yet and `.grad` shows this rank's rows "
                 "only. Change them after the step's last backward, or scale the loss."
             )
+        self._empty_buffer()
+
+    def _empty_buffer(self) -> None:
+        """Keep of what adds up only what this rank's optimizer sees."""
         self._drop_not_owned()
         if self._has_sums_apart:
             for sink in self.sinks:
@@ -298,7 +299,6 @@ class UnitGradients:
         if not is_agreed and self._has_sums_apart and not self.has_sums:
             for piece in self._owned:
                 piece.zero_()  # nothing is reduced yet: `.grad` only marks what is alive
-        self._show_again_where_moved()
         flags: list[float] | None = None
         for k, position in enumerate(self.unit.trainable):
             parameter = self.unit.parameters[position]

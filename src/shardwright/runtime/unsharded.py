@@ -48,9 +48,7 @@ def unsharded_units(engine: Engine, module: nn.Module, *, writeback: bool) -> It
             )
     already = [u for u in units if u.is_unsharded_by_user]
     units = [u for u in units if not u.is_unsharded_by_user]
-    full: dict[int, list[nn.Parameter | None]] = {
-        u.index: [*_gather(engine, u)] if u.parameters else [] for u in units
-    }
+    full: dict[int, list[nn.Parameter | None]] = {u.index: [*_gather(engine, u)] for u in units}
     try:
         for unit in units:
             _register(unit, full[unit.index])
@@ -84,8 +82,6 @@ def make_plain(engine: Engine) -> None:
     engine.require_idle("unshard_()")
     engine.let_sends_finish()
     for unit in engine.units:
-        if not unit.parameters:
-            continue
         full = _gather(engine, unit)
         for parameter, value, dtype in zip(
             unit.parameters, full, unit.original_dtypes, strict=True
@@ -97,7 +93,9 @@ def make_plain(engine: Engine) -> None:
 
 
 def _gather(engine: Engine, unit: ShardedUnit) -> list[nn.Parameter]:
-    """Gather one unit's masters into memory of its own."""
+    """Gather one unit's masters into memory of its own; nothing for a unit that owns none."""
+    if not unit.parameters:
+        return []
     layout, topology = unit.layout, unit.topology
     wholes, over_replicas, over_shards = [], [], []
     for i, segment in enumerate(layout.segments):
